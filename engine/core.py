@@ -1,0 +1,310 @@
+"""The loop: schedule, launch, settle. One thread owns a Core and calls everything on it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.execution import contract, runner
+from engine.execution.runner import Launch, Runner
+from engine.request import Delta, Request
+from engine.scheduling.config import GroupConfig, SchedulerConfig
+from engine.scheduling.scheduler import Scheduler
+from models import checkpoint
+from models.registry import Model
+
+_TIMED_STEPS = 512
+"""Steps whose host times are kept for the medians."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineInfo:
+    """Facts of a running engine that faces print and report."""
+
+    model_name: str
+    model_path: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, Any]
+    """Sampling fields of generation_config.json."""
+    lane: str
+    depth: int
+    dtype: str
+    page_size: int
+    num_pages: int
+    max_rows: int
+    num_programs: int
+    stage_seconds: Mapping[str, float]
+    """Seconds of each start-up stage."""
+    plan: str
+    """The memory plan, printable."""
+    device: str
+    weights_version: int
+    num_parameters: int
+    prefix_cache: bool
+    deterministic: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreStats:
+    """Counts of one moment."""
+
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    """Pages without an owner, cached ones included."""
+    total_pages: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    preemptions: int
+    steps: Mapping[str, int]
+    """Steps by lane."""
+    device_rows: int
+    """Rows whose newest id came from the device."""
+    host_rows: int
+    compiles_after_ready: int
+    """Compiles of the engine's own threads: a fault."""
+    foreign_compiles: int
+    """Compiles of other threads: legal."""
+    host_ms: Mapping[str, float]
+    """Median milliseconds of schedule, launch and settle, waiting for the device aside."""
+
+
+class Core:
+    """The engine: `submit`, `abort` and `poll` records; `step` until there is nothing to do."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.info = info
+        self._in_flight: collections.deque[Launch] = collections.deque()
+        self._times: dict[str, collections.deque[float]] = {
+            stage: collections.deque(maxlen=_TIMED_STEPS)
+            for stage in ("schedule", "launch", "wait", "settle")
+        }
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        progress: Callable[[str, float, str], None] | None = None,
+    ) -> Core:
+        """Loads, plans, compiles and proves; returns when every program is ready.
+
+        Args:
+          config: the engine's settings.
+          progress: told (stage, fraction, detail) for stages "load", "plan", "compile", "prove".
+
+        Raises:
+          ValueError: settings or checkpoint do not suit.
+          FileNotFoundError: no model there.
+          ContractError: a proof of the id contract failed.
+        """
+        stages = _StageClock(progress or (lambda *_: None))
+        model, source, described, generation = runner.open_model(config)
+        run = runner.start(config, model, source, stages)
+        contract.prove(run, stages)
+        run.guard.arm()
+        stages.finish()
+        info = _info(config, run, described, generation, stages.seconds)
+        return cls(Scheduler(_scheduler_config(run)), run, info)
+
+    @property
+    def model(self) -> Model:
+        """Pure forward and logits, for study."""
+        return self.runner.model
+
+    @property
+    def params(self) -> Any:
+        """The parameters on the device. Never donated: safe to read."""
+        return self.runner.params
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          ValueError: its id is live, or it can never fit.
+          QueueFull: too many wait.
+        """
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str, reason: str = "abort", choice: int | None = None) -> None:
+        """Ends a request or one of its choices, at any moment; unknown ids are ignored."""
+        self.scheduler.abort(request_id, reason, choice)
+
+    def poll(self) -> list[Delta]:
+        """What is new since the last poll."""
+        return self.scheduler.take_deltas()
+
+    def step(self) -> bool:
+        """Schedules and launches one step, then settles the oldest launch once `depth` are in flight.
+
+        Returns:
+          False when nothing was launched or settled.
+        """
+        launch = self._launch()
+        is_full = len(self._in_flight) >= self.runner.settings.depth
+        if not self._in_flight or not (is_full or launch is None):
+            return launch is not None
+        self._settle(self._in_flight.popleft())
+        return True
+
+    def _launch(self) -> Launch | None:
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return None
+        scheduled = time.perf_counter()
+        launch = self.runner.launch(schedule)
+        self._in_flight.append(launch)
+        self._times["schedule"].append(scheduled - started)
+        self._times["launch"].append(time.perf_counter() - scheduled)
+        return launch
+
+    def _settle(self, launch: Launch) -> None:
+        started = time.perf_counter()
+        result = self.runner.settle(launch)
+        waited = time.perf_counter()
+        self.scheduler.settle(launch.schedule, result)
+        self._times["wait"].append(waited - started)
+        self._times["settle"].append(time.perf_counter() - waited)
+
+    def recover(self, message: str) -> None:
+        """After an exception from a launch: fails what was in flight and starts from an empty state."""
+        schedules = [launch.schedule for launch in self._in_flight]
+        self._in_flight.clear()
+        self.scheduler.void(schedules, message)
+        self.runner.reset_state()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is live and nothing is in flight."""
+        return self.scheduler.is_idle and not self._in_flight
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix."""
+        self.scheduler.reset_prefix_cache()
+
+    def stats(self) -> CoreStats:
+        """Counts of this moment."""
+        scheduler, counters, guard = self.scheduler.stats, self.runner.counters, self.runner.guard
+        return CoreStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            free_pages=sum(scheduler.num_free_pages) + sum(scheduler.num_idle_pages),
+            total_pages=sum(scheduler.num_pages),
+            prefix_queries=scheduler.prefix_query_tokens,
+            prefix_hits=scheduler.prefix_hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            steps=dict(counters.steps),
+            device_rows=counters.device_rows,
+            host_rows=counters.host_rows,
+            compiles_after_ready=guard.num_own,
+            foreign_compiles=guard.num_others,
+            host_ms={
+                stage: 1e3 * statistics.median(times) if times else 0.0
+                for stage, times in self._times.items()
+            },
+        )
+
+    def close(self) -> None:
+        """Gives the device's memory back. Live requests are dropped."""
+        while self._in_flight:
+            self.runner.settle(self._in_flight.popleft())
+        self.runner.close()
+
+
+class _StageClock:
+    """Passes progress on and keeps the seconds of each stage."""
+
+    def __init__(self, report: Callable[[str, float, str], None]) -> None:
+        self._report = report
+        self._stage = "open"
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, stage: str, fraction: float, detail: str) -> None:
+        if stage != self._stage:
+            self._enter(stage)
+        self._report(stage, fraction, detail)
+
+    def _enter(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
+
+    def finish(self) -> None:
+        """Closes the last stage."""
+        self._enter("ready")
+
+
+def _scheduler_config(run: Runner) -> SchedulerConfig:
+    settings, config = run.settings, run.settings.config
+    spec = run.model.cache_spec(settings.page_size, settings.dtype)
+    return SchedulerConfig(
+        max_rows=settings.max_rows,
+        max_slots=settings.max_slots,
+        max_model_len=settings.max_model_len,
+        token_budget=settings.token_budget,
+        max_chunk_rows=settings.max_chunk_rows,
+        max_chunk=config.max_chunk,
+        groups=tuple(
+            GroupConfig(
+                num_pages=run.plan.num_pages,
+                page_size=group.page_size,
+                window=group.window,
+                prefix_cacheable=group.prefix_cacheable,
+            )
+            for group in spec.groups
+        ),
+        policy=config.policy,
+        prefix_cache=config.prefix_cache,
+        deterministic=config.deterministic,
+        ids_from_host=settings.lane == "sync",
+        queue_limit=config.limits.queued_requests,
+    )
+
+
+def _info(
+    config: EngineConfig,
+    run: Runner,
+    described: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> EngineInfo:
+    settings = run.settings
+    path = pathlib.Path(config.model)
+    return EngineInfo(
+        model_name=path.stem if path.suffix else path.name,
+        model_path=str(path),
+        architecture=run.model.registration.architecture,
+        vocab_size=run.model.vocab_size,
+        max_model_len=settings.max_model_len,
+        eos_ids=checkpoint.eos_token_ids(described, generation),
+        generation_defaults=dict(generation),
+        lane=settings.lane,
+        depth=settings.depth,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        num_pages=run.plan.num_pages,
+        max_rows=settings.max_rows,
+        num_programs=len(run.programs.steps),
+        stage_seconds=dict(seconds),
+        plan=str(run.plan),
+        device=settings.profile.name,
+        weights_version=run.weights_version,
+        num_parameters=run.num_parameters,
+        prefix_cache=config.prefix_cache,
+        deterministic=config.deterministic,
+    )

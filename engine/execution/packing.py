@@ -1,0 +1,265 @@
+"""Packs a host Schedule into the one int32 array a device step reads, and a step's output back.
+
+Both directions share one table of ranges, so that host and device cannot disagree about a place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.config import LIMITS
+from engine.execution.buckets import ProgramKey
+from engine.execution.sampling import SamplingRows
+from engine.scheduling.schedule import (
+    SAMPLING_COLUMNS,
+    Install,
+    RowKind,
+    Schedule,
+    StepResult,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """Named ranges of one flat int32 array."""
+
+    places: tuple[tuple[str, int, tuple[int, ...]], ...]
+    """(name, offset, shape) in order."""
+    size: int
+
+    @classmethod
+    def of(cls, shapes: dict[str, tuple[int, ...]]) -> Ranges:
+        """Lays the shapes out one after another."""
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        offsets = list(itertools.accumulate(sizes, initial=0))
+        places = tuple(
+            (name, offset, shape)
+            for (name, shape), offset in zip(shapes.items(), offsets, strict=False)
+        )
+        return cls(places=places, size=offsets[-1])
+
+    def read(self, flat: jax.Array) -> dict[str, jax.Array]:
+        """Static slices of a device array."""
+        return {
+            name: jax.lax.slice(flat, (offset,), (offset + int(np.prod(shape)),)).reshape(shape)
+            for name, offset, shape in self.places
+        }
+
+    def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable views of a host array."""
+        return {
+            name: flat[offset : offset + int(np.prod(shape))].reshape(shape)
+            for name, offset, shape in self.places
+        }
+
+
+@functools.cache
+def batch_ranges(key: ProgramKey, num_groups: int) -> Ranges:
+    """Ranges of the packed batch of a program. `prompt_ids` come last."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "num_decode": (1,),
+        "slots": (key.rows,),
+        "q_lens": (key.rows,),
+        "kinds": (key.rows,),
+    }
+    shapes |= {f"page_table_{g}": (key.rows, key.width) for g in range(num_groups)}
+    if key.sampler == "full":
+        shapes |= {name: (key.rows,) for name, _ in SAMPLING_COLUMNS}
+    shapes["prompt_ids"] = (key.tokens,)
+    return Ranges.of(shapes)
+
+
+@functools.cache
+def output_ranges(key: ProgramKey) -> Ranges:
+    """Ranges of the packed output of a program; floats are bit-cast."""
+    q = key.query_len if key.is_decode else 1
+    shapes: dict[str, tuple[int, ...]] = {
+        "sampled": (key.rows, q),
+        "num_new": (key.rows,),
+        "faults": (key.rows,),
+        "logprobs": (key.rows, q),
+        "ranks": (key.rows, q),
+    }
+    if key.sampler == "full":
+        shapes["top_ids"] = (key.rows, q, LIMITS.logprobs)
+        shapes["top_logprobs"] = (key.rows, q, LIMITS.logprobs)
+    if key.head == "score":
+        shapes["prompt_logprobs"] = (key.tokens,)
+        shapes["prompt_ranks"] = (key.tokens,)
+        shapes["prompt_top_ids"] = (key.tokens, LIMITS.logprobs)
+        shapes["prompt_top_logprobs"] = (key.tokens, LIMITS.logprobs)
+    return Ranges.of(shapes)
+
+
+_FLOAT_OUTPUTS = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+
+
+def pack(schedule: Schedule, key: ProgramKey, *, max_slots: int, vocab_size: int) -> np.ndarray:
+    """Builds the packed array of one step, fresh every time: it is never written again.
+
+    Raises:
+      ValueError: the schedule breaks a rule that the device would not notice: rows or tokens over
+        the bucket, a slot out of range or named twice, a page that is trash where one is needed,
+        an id outside the vocabulary.
+    """
+    _check(schedule, key, max_slots, vocab_size)
+    rows, tokens = schedule.num_rows, schedule.num_tokens
+    ranges = batch_ranges(key, len(schedule.page_tables))
+    flat = np.zeros(ranges.size, np.int32)
+    views = ranges.views(flat)
+    views["num_decode"][0] = schedule.num_decode
+    # A padding row's slot lies past the end: reads clip to the padding slot, writes are dropped.
+    views["slots"][rows:] = max_slots + 1
+    views["slots"][:rows] = schedule.slots
+    views["q_lens"][:rows] = schedule.q_lens
+    views["kinds"][:rows] = schedule.kinds
+    for group, table in enumerate(schedule.page_tables):
+        views[f"page_table_{group}"][:rows, : table.shape[1]] = table
+    if key.sampler == "full":
+        for name, dtype in SAMPLING_COLUMNS:
+            views[name][:rows] = schedule.sampling[name].astype(dtype, copy=False).view(np.int32)
+    views["prompt_ids"][:tokens] = schedule.token_ids
+    return flat
+
+
+def _check(schedule: Schedule, key: ProgramKey, max_slots: int, vocab_size: int) -> None:
+    rows, tokens = schedule.num_rows, schedule.num_tokens
+    if rows > key.rows or tokens > key.tokens:
+        raise ValueError(f"{rows} rows of {tokens} tokens exceed the program {key}")
+    if int(schedule.q_lens.sum()) != tokens:
+        raise ValueError(f"query lengths sum to {int(schedule.q_lens.sum())} but {tokens} ids came")
+    if key.is_decode and np.any(schedule.q_lens != key.query_len):
+        raise ValueError(f"query lengths {schedule.q_lens.tolist()} do not suit the program {key}")
+    num_chunks = rows - schedule.num_decode
+    if num_chunks > key.max_chunk_rows:
+        raise ValueError(f"{num_chunks} chunks exceed the program's {key.max_chunk_rows}")
+    slots = schedule.slots
+    if rows and (slots.min() < 0 or slots.max() >= max_slots):
+        raise ValueError(f"slots {slots.tolist()} must lie in [0, {max_slots})")
+    if len(np.unique(slots)) != rows:
+        raise ValueError(f"slots {slots.tolist()} name one slot twice")
+    ids = schedule.token_ids
+    if tokens and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(f"token ids must lie in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
+
+
+@flax.struct.dataclass
+class Packed:
+    """A packed batch taken apart on the device, ids aside."""
+
+    num_decode: jax.Array  # i32[]
+    slots: jax.Array  # i32[R], max_slots + 1 for padding rows
+    q_lens: jax.Array  # i32[R], 0 for padding rows
+    kinds: jax.Array  # i32[R] of RowKind, 0 for padding rows
+    page_tables: tuple[jax.Array, ...]  # per group i32[R, W]
+    sampling: SamplingRows | None  # None under the greedy sampler
+
+    def has(self, kind: RowKind) -> jax.Array:
+        """bool[R], True where the row is of the kind."""
+        return (self.kinds & jnp.int32(int(kind))) != 0
+
+
+def unpack(key: ProgramKey, num_groups: int, flat: jax.Array) -> tuple[jax.Array, Packed]:
+    """Static slices of the packed array: the host's ids i32[T], and everything else."""
+    parts = batch_ranges(key, num_groups).read(flat)
+    sampling = None
+    if key.sampler == "full":
+        sampling = SamplingRows(
+            **{
+                name: jax.lax.bitcast_convert_type(parts[name], jnp.dtype(dtype))
+                for name, dtype in SAMPLING_COLUMNS
+            }
+        )
+    packed = Packed(
+        num_decode=parts["num_decode"][0],
+        slots=parts["slots"],
+        q_lens=parts["q_lens"],
+        kinds=parts["kinds"],
+        page_tables=tuple(parts[f"page_table_{g}"] for g in range(num_groups)),
+        sampling=sampling,
+    )
+    return parts["prompt_ids"], packed
+
+
+def pack_output(key: ProgramKey, parts: dict[str, jax.Array]) -> jax.Array:
+    """One flat i32 array of a step's outputs, so that one copy brings them to the host."""
+    pieces = []
+    for name, _, shape in output_ranges(key).places:
+        piece = parts[name]
+        if name in _FLOAT_OUTPUTS:
+            piece = jax.lax.bitcast_convert_type(piece, jnp.int32)
+        pieces.append(piece.reshape(shape).reshape(-1))
+    return jnp.concatenate(pieces)
+
+
+def unpack_output(key: ProgramKey, flat: np.ndarray, num_rows: int, num_tokens: int) -> StepResult:
+    """The host's view of one settled output, padding cut off."""
+    views = output_ranges(key).views(flat)
+    parts = {
+        name: (view.view(np.float32) if name in _FLOAT_OUTPUTS else view)[
+            : num_tokens if name.startswith("prompt_") else num_rows
+        ]
+        for name, view in views.items()
+    }
+    return StepResult(**parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class InstallShape:
+    """Sizes of one install program."""
+
+    rows: int
+    """Slots written at once."""
+    max_slots: int
+    max_model_len: int
+    vocab_size: int
+
+
+@functools.cache
+def install_ranges(shape: InstallShape) -> Ranges:
+    """Ranges of a packed install."""
+    n = shape.rows
+    return Ranges.of(
+        {
+            "slots": (n,),
+            "num_cached": (n,),
+            "num_allowed": (n,),
+            "stop_ids": (n, LIMITS.stop_ids),
+            "bias_ids": (n, LIMITS.logit_bias),
+            "bias_values": (n, LIMITS.logit_bias),
+            "bad_words": (n, LIMITS.bad_words, LIMITS.bad_word_ids),
+            "allowed_ids": (n, LIMITS.allowed_ids),
+            "history": (n, shape.max_model_len),
+        }
+    )
+
+
+def pack_install(installs: tuple[Install, ...], shape: InstallShape) -> np.ndarray:
+    """Builds the packed array of one install; unused rows name a slot past the end."""
+    ranges = install_ranges(shape)
+    flat = np.zeros(ranges.size, np.int32)
+    views = ranges.views(flat)
+    views["slots"][:] = shape.max_slots + 1
+    for name in ("stop_ids", "bias_ids", "allowed_ids"):
+        views[name][:] = shape.vocab_size  # past the vocabulary: dropped
+    views["bad_words"][:] = -1
+    for row, install in enumerate(installs):
+        views["slots"][row] = install.slot
+        views["num_cached"][row] = install.num_cached_tokens
+        views["history"][row, : len(install.known_ids)] = install.known_ids
+        views["stop_ids"][row, : len(install.stop_ids)] = install.stop_ids
+        views["num_allowed"][row] = len(install.allowed_ids)
+        views["allowed_ids"][row, : len(install.allowed_ids)] = install.allowed_ids
+        for i, (token_id, bias) in enumerate(install.logit_bias):
+            views["bias_ids"][row, i] = token_id
+            views["bias_values"].view(np.float32)[row, i] = bias
+        for i, word in enumerate(install.bad_words):
+            views["bad_words"][row, i, LIMITS.bad_word_ids - len(word) :] = word
+    return flat

@@ -1,0 +1,99 @@
+"""The memory plan: what weights, state, temporaries and outputs take, and how many pages the rest holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+GIB = 2**30
+HIDDEN_COPY_SLACK = 8 * 2**20
+"""Temporaries may differ this much between pool sizes before it counts as a hidden copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device."""
+
+    limit: int
+    """What the plan may use."""
+    weights: int
+    small_state: int
+    """State without pools."""
+    temporaries: int
+    """Of the program that needs most."""
+    outputs: int
+    """Of all launches in flight."""
+    page_bytes: int
+    """One page in every group."""
+    num_pages: int
+
+    @property
+    def pools(self) -> int:
+        """Bytes of all pages."""
+        return self.page_bytes * self.num_pages
+
+    @property
+    def total(self) -> int:
+        """Everything planned."""
+        return self.weights + self.small_state + self.temporaries + self.outputs + self.pools
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weights),
+            ("state without pages", self.small_state),
+            ("temporaries", self.temporaries),
+            ("outputs in flight", self.outputs),
+            (f"{self.num_pages} pages", self.pools),
+            ("total", self.total),
+            ("limit", self.limit),
+        ]
+        return "\n".join(f"  {name:<22}{size / GIB:9.3f} GiB" for name, size in rows)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves, arrays or shapes."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def temporaries_of(programs: Iterable[jax.stages.Compiled]) -> int:
+    """Most temporary bytes any of the programs needs, generated code included."""
+    sizes = [0]
+    for program in programs:
+        analysis = program.memory_analysis()
+        if analysis is not None:
+            sizes.append(int(analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes))
+    return max(sizes)
+
+
+def num_pages_that_fit(plan: MemoryPlan, *, least: int, most: int) -> int:
+    """Pages that the plan's rest holds, between `least` and `most`.
+
+    Raises:
+      ValueError: fewer than `least` fit, with the numbers.
+    """
+    rest = plan.limit - (plan.total - plan.pools)
+    pages = rest // plan.page_bytes
+    if pages < least:
+        raise ValueError(
+            f"the model does not fit: {max(pages, 0)} pages of {plan.page_bytes / 2**20:.2f} MiB "
+            f"fit but one request of max_model_len needs {least}; lower max_model_len or max_rows, "
+            f"or raise memory_fraction\n{dataclasses.replace(plan, num_pages=0)}"
+        )
+    return int(min(pages, most))
+
+
+def check_hidden_copy(planned: int, compiled: int) -> None:
+    """Refuses a program whose temporaries grew with the pools: some step copies a pool.
+
+    Raises:
+      RuntimeError: with both sizes.
+    """
+    if compiled > planned + HIDDEN_COPY_SLACK:
+        raise RuntimeError(
+            f"temporaries grew from {planned / 2**20:.1f} to {compiled / 2**20:.1f} MiB with the "
+            "pools: a program copies a pool instead of updating it in place"
+        )

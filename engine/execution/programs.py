@@ -1,0 +1,200 @@
+"""The closed set of compiled programs of one engine, and the guard that notices any compile after it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.monitoring
+
+from engine.execution.buckets import ProgramKey
+from engine.execution.packing import InstallShape, batch_ranges, install_ranges
+from engine.execution.step import StateShape, StepState, make_install, make_step
+from models.batch import Tiling
+from models.registry import Model
+
+Progress = Callable[[str, float, str], None]
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShapes:
+    """What every program of an engine has in common."""
+
+    model: Model
+    tiling: Tiling
+    state: StateShape
+    params: Any
+    """Pytree of jax.ShapeDtypeStruct with shardings."""
+    replicated: jax.sharding.Sharding
+    """Where packed arrays and small state leaves lie."""
+    pool_sharding: jax.sharding.Sharding
+    compiler_options: Mapping[str, Any]
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups of the model."""
+        return len(self.state.pools)
+
+    def state_shapes(self) -> StepState:
+        """Abstract StepState with shardings."""
+        shapes = jax.eval_shape(self.state.fresh)
+        small = jax.tree.map(lambda s: self._placed(s, self.replicated), shapes.replace(pools=()))
+        pools = jax.tree.map(lambda s: self._placed(s, self.pool_sharding), shapes.pools)
+        return small.replace(pools=pools)
+
+    def _placed(self, shape: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    def packed(self, size: int) -> jax.ShapeDtypeStruct:
+        """Abstract packed array."""
+        return jax.ShapeDtypeStruct((size,), jax.numpy.int32, sharding=self.replicated)
+
+    def trace_step(self, key: ProgramKey) -> jax.stages.Traced:
+        """The step of one key. `keep_unused`: parameter numbers stay leaf numbers."""
+        step = make_step(self.model, key, self.tiling, self.num_groups)
+        state = self.state_shapes()
+        out_shardings = (jax.tree.map(lambda s: s.sharding, state), self.replicated)
+        jitted = jax.jit(step, donate_argnums=(1,), keep_unused=True, out_shardings=out_shardings)
+        ranges = batch_ranges(key, self.num_groups)
+        return jitted.trace(self.params, state, self.packed(ranges.size))
+
+    def trace_install(self, shape: InstallShape) -> jax.stages.Traced:
+        """The install program."""
+        state = self.state_shapes()
+        jitted = jax.jit(
+            make_install(shape),
+            donate_argnums=(0,),
+            keep_unused=True,
+            out_shardings=jax.tree.map(lambda s: s.sharding, state),
+        )
+        return jitted.trace(state, self.packed(install_ranges(shape).size))
+
+    def trace_fresh(self) -> jax.stages.Traced:
+        """The program that makes an empty state."""
+        shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes())
+        return jax.jit(self.state.fresh, out_shardings=shardings).trace()
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Every compiled program: a key without one is an error, never a compile."""
+
+    steps: Mapping[ProgramKey, jax.stages.Compiled]
+    jaxprs: Mapping[ProgramKey, Any]
+    """What each step was compiled from."""
+    install: jax.stages.Compiled
+    install_shape: InstallShape
+    fresh: jax.stages.Compiled
+    seconds: Mapping[str, float]
+    """Seconds of tracing with lowering, and of compiling, by program."""
+
+    def step(self, key: ProgramKey) -> jax.stages.Compiled:
+        """The program of a key.
+
+        Raises:
+          KeyError: the ladder has no such program, with its shape.
+        """
+        program = self.steps.get(key)
+        if program is None:
+            raise KeyError(f"no compiled program for {key}; the ladder holds {len(self.steps)}")
+        return program
+
+
+def compile_programs(
+    shapes: ProgramShapes,
+    keys: Sequence[ProgramKey],
+    install_shape: InstallShape,
+    progress: Progress,
+) -> Programs:
+    """Compiles everything an engine will ever run, in parallel threads."""
+    jobs: dict[Any, Callable[[], jax.stages.Traced]] = {
+        "fresh": shapes.trace_fresh,
+        "install": functools.partial(shapes.trace_install, install_shape),
+    }
+    jobs |= {key: functools.partial(shapes.trace_step, key) for key in keys}
+    jaxprs: dict[Any, Any] = {}
+    progress("compile", 0.0, f"{len(jobs)} programs")
+    done: dict[Any, jax.stages.Compiled] = {}
+    seconds: dict[str, float] = {}
+    # Tracing holds the interpreter lock and compiling does not: lower here, compile there.
+    workers = max(1, min(len(jobs), os.cpu_count() or 1))
+    with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
+        futures = {}
+        for name, trace in jobs.items():
+            started = time.perf_counter()
+            traced = trace()
+            jaxprs[name] = traced.jaxpr
+            lowered = traced.lower()
+            seconds[f"lower {name}"] = time.perf_counter() - started
+            futures[pool.submit(_compile, lowered, shapes.compiler_options)] = name
+        for future in concurrent.futures.as_completed(futures):
+            name = futures[future]
+            done[name], seconds[f"compile {name}"] = future.result()
+            progress("compile", len(done) / len(jobs), str(name))
+    return Programs(
+        steps={key: done[key] for key in keys},
+        jaxprs={key: jaxprs[key] for key in keys},
+        install=done["install"],
+        install_shape=install_shape,
+        fresh=done["fresh"],
+        seconds=seconds,
+    )
+
+
+def _compile(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any]
+) -> tuple[jax.stages.Compiled, float]:
+    started = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(options) or None)
+    return compiled, time.perf_counter() - started
+
+
+class CompileGuard:
+    """Counts compiles after ready: those of the engine's threads are faults, others' are legal."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+        self._is_armed = False
+        self.num_own = 0
+        self.num_others = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def arm(self) -> None:
+        """From now on the calling thread may not compile."""
+        self._threads.add(threading.get_ident())
+        self._is_armed = True
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._is_armed = False
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def check(self) -> None:
+        """Raises when an engine thread compiled.
+
+        Raises:
+          RuntimeError: with the number of compiles.
+        """
+        if self.num_own:
+            raise RuntimeError(
+                f"{self.num_own} compiles after ready on the engine's thread; every shape must be "
+                "a program of the ladder"
+            )
+
+    def _heard(self, event: str, seconds: float, **_: Any) -> None:
+        del seconds
+        if not self._is_armed or event != _COMPILE_EVENT:
+            return
+        if threading.get_ident() in self._threads:
+            self.num_own += 1
+        else:
+            self.num_others += 1

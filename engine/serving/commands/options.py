@@ -1,0 +1,214 @@
+"""Engine settings as command-line options, declared once for every command that runs one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from engine.config import EngineConfig
+
+_MEMORY = "Memory"
+_STEP = "Step loop"
+_MODEL = "Model"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder with config.json and safetensors, a .gguf file, or a config.json "
+        "(with --load-format dummy).",
+        show_default=False,
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """The shared options with their defaults; None leaves the choice to the engine."""
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(
+            help="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        typer.Option(
+            help="dummy makes random weights on the device instead of reading a checkpoint.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt plus output. Default: the model's own limit, at most 8192.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests in one step. Default: 256 on a GPU, 8 on a CPU.", rich_help_panel=_MEMORY
+        ),
+    ] = None
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one step that mixes prefill and decode. Default: 2048 on a GPU, 128 on "
+            "a CPU.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one cache page. Default: 64 on a GPU, 16 on a CPU.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    num_pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Cache pages. Default: what the memory plan leaves room for.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
+    memory_fraction: Annotated[
+        float,
+        typer.Option(
+            help="Share of the device's memory the plan may use.", rich_help_panel=_MEMORY
+        ),
+    ] = 0.9
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache",
+            help="Never reuse pages of equal prefixes.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Bit-equal tokens whatever runs beside, at some cost in speed.",
+            rich_help_panel=_STEP,
+        ),
+    ] = False
+    policy: Annotated[
+        Literal["fcfs", "priority"],
+        typer.Option(help="Order of admission.", rich_help_panel=_STEP),
+    ] = "fcfs"
+    no_overlap: Annotated[
+        bool,
+        typer.Option(
+            "--no-overlap",
+            help="Settle each step before the next is launched (the sync lane).",
+            rich_help_panel=_STEP,
+        ),
+    ] = False
+    depth: Annotated[
+        int,
+        typer.Option(help="Launches in flight on the overlap lane, 1 to 3.", rich_help_panel=_STEP),
+    ] = 2
+    no_command_buffers: Annotated[
+        bool,
+        typer.Option(
+            "--no-command-buffers",
+            help="Do not record steps into CUDA graphs.",
+            rich_help_panel=_STEP,
+        ),
+    ] = False
+    sync_lane: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARCH",
+            help="Put this architecture on the sync lane. Repeatable.",
+            rich_help_panel=_STEP,
+        ),
+    ] = None
+    require_overlap: Annotated[
+        bool,
+        typer.Option(
+            "--require-overlap",
+            help="Refuse to start when the model is not on the overlap lane.",
+            rich_help_panel=_STEP,
+        ),
+    ] = False
+    compilation_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keeps compiled programs between runs. auto: ~/.cache/treadle/xla; off: none.",
+            rich_help_panel=_STEP,
+        ),
+    ] = "auto"
+
+    def config(self, model: str, **changes: Any) -> EngineConfig:
+        """The engine settings these options name.
+
+        Args:
+          model: path of the model.
+          **changes: fields of `EngineConfig` that the command itself decides.
+
+        Raises:
+          ValueError: naming the setting, its value and the limit.
+        """
+        cache = self.compilation_cache
+        fields: dict[str, Any] = {
+            "dtype": self.dtype,
+            "load_format": self.load_format,
+            "max_model_len": self.max_model_len,
+            "max_rows": self.max_rows,
+            "token_budget": self.token_budget,
+            "page_size": self.page_size,
+            "num_pages": self.num_pages,
+            "memory_fraction": self.memory_fraction,
+            "prefix_cache": not self.no_prefix_cache,
+            "deterministic": self.deterministic,
+            "policy": self.policy,
+            "overlap": not self.no_overlap,
+            "depth": self.depth,
+            "command_buffers": not self.no_command_buffers,
+            "sync_lanes": tuple(self.sync_lane or ()),
+            "require_overlap": self.require_overlap,
+            "compilation_cache": None if cache == "off" else cache,
+        }
+        return EngineConfig(model=model, **{**fields, **changes})
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the fields of `EngineOptions` to a command, which gets them as one argument `engine`."""
+    own = inspect.signature(command, eval_str=True)
+    hints = typing.get_type_hints(EngineOptions, include_extras=True)
+    fields = dataclasses.fields(EngineOptions)
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        options = EngineOptions(**{field.name: values.pop(field.name) for field in fields})
+        command(**values, engine=options)
+
+    own_parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.parameters.items()
+        if name != "engine"
+    ]
+    run.__signature__ = own.replace(parameters=[*own_parameters, *shared])  # pyright: ignore[reportAttributeAccessIssue]
+    return run

@@ -1,0 +1,274 @@
+"""Serves the generation service over gRPC: listens at once, answers when every program is warm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import prometheus_client
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1.health import (
+    aio as aio_health,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from grpc_reflection.v1alpha import reflection
+
+from engine.serving import metrics
+from engine.serving.grpc_service import GenerationService
+from engine.serving.thread import EngineDead
+from proto.treadle.v1 import generation_pb2 as pb
+from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from engine.core import CoreStats
+    from engine.serving.llm import AsyncLLM
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+"""Name under which health answers for the generation service; "" answers alike."""
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_ENGINE_POLL_SECONDS = 0.5
+_STATS_SECONDS = 2.0
+# Lets statuses leave; the calls themselves are over, or are to be cut.
+_CLOSING_SECONDS = 0.5
+
+Report = Callable[[str, float, str], None]
+MakeLLM = Callable[[Report], "AsyncLLM"]
+"""Loads the model and warms the engine; called once, on a thread of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Where and how a server listens."""
+
+    host: str = "127.0.0.1"
+    """There is no authentication: only loopback is safe without a gateway in front."""
+    port: int = 50051
+    """0 lets the system choose."""
+    metrics_port: int | None = None
+    """Serves Prometheus metrics on `host`; None: none."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    max_receive_bytes: int = 4 * 2**20
+    """Bytes of one request."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("max_receive_bytes", 1024, 2**31 - 1)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}, it must lie in [{low}, {high}]")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port is {self.metrics_port}, it must lie in [0, 65535]")
+        if not 0.0 <= self.drain_seconds <= 86_400.0:
+            raise ValueError(f"drain_seconds is {self.drain_seconds}, it must lie in [0, 86400]")
+
+
+class StopSignals:
+    """Two steps to the end: the first signal drains, the second no longer waits."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def stop(self) -> None:
+        """One signal."""
+        if self.drain.is_set():
+            self.hurry.set()
+        self.drain.set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Takes SIGTERM and SIGINT of the process while inside."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+async def serve(
+    make_llm: MakeLLM,
+    settings: ServerSettings,
+    engine_settings: Mapping[str, str],
+    *,
+    signals: StopSignals,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves until told to stop, then drains.
+
+    The port is taken first, so that a port in use fails at once; health says NOT_SERVING until the
+    engine is warm, and again from the first stop signal on.
+
+    Args:
+      make_llm: makes the engine.
+      settings: where to listen.
+      engine_settings: what GetServerInfo tells about the engine's settings.
+      signals: what ends it.
+      announce: gets a line at each turn of the server's life.
+
+    Raises:
+      OSError: a port cannot be used.
+      EngineDead: the engine failed while serving.
+      Exception: what `make_llm` raised.
+    """
+    registry = prometheus_client.CollectorRegistry()
+    service = GenerationService(engine_settings)
+    server = _server(service, settings)
+    port = _bind(server, settings)
+    with contextlib.ExitStack() as stack:
+        if settings.metrics_port is not None:
+            listening = metrics.listening(registry, settings.metrics_port, settings.host)
+            announce(f"metrics on http://{settings.host}:{stack.enter_context(listening)}/metrics")
+        checks = aio_health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        await _set_health(checks, _NOT_SERVING)
+        await server.start()
+        try:
+            announce(f"listening on {settings.host}:{port}; not serving until the engine is warm")
+            llm = await _started(make_llm, service, signals)
+            if llm is None:
+                return
+            stack.callback(llm.shutdown)
+            service.become_ready(llm, metrics.Metrics(registry, llm.info, _stats_reader(llm)))
+            await _set_health(checks, _SERVING)
+            announce(f"serving {llm.info.model_name} on {settings.host}:{port}")
+            await _until_stopped(llm, service, checks, signals)
+            announce(f"draining: {service.num_calls} calls run")
+            await _drain(service, checks, signals, settings.drain_seconds)
+        finally:
+            await server.stop(_CLOSING_SECONDS)
+    announce("stopped")
+
+
+def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        options=(
+            # Two servers on one port would each get half of the clients.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", settings.max_receive_bytes),
+            ("grpc.max_send_message_length", -1),
+            # Gateways ping idle connections every 30 s, which gRPC's own defaults punish.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            # Finds dead clients, whose requests would hold pages until their end.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        )
+    )
+    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
+    reflection.enable_server_reflection(
+        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return server
+
+
+def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
+    address = f"{settings.host}:{settings.port}"
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise OSError(
+            f"cannot listen on {address}; it is in use or not this machine's: choose another "
+            "--port or --host"
+        )
+    return port
+
+
+async def _set_health(
+    checks: aio_health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus
+) -> None:
+    for name in ("", SERVICE):
+        await checks.set(name, status)
+
+
+async def _started(
+    make_llm: MakeLLM, service: GenerationService, signals: StopSignals
+) -> AsyncLLM | None:
+    """The engine once it is warm; None when told to stop before that."""
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[AsyncLLM] = loop.create_future()
+
+    def settle(llm: AsyncLLM | None, error: BaseException | None) -> None:
+        if started.done():
+            return
+        if error is not None:
+            started.set_exception(error)
+        elif llm is not None:
+            started.set_result(llm)
+
+    def make() -> None:
+        llm, error = None, None
+        try:
+            llm = make_llm(service.report)
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, llm, error)
+
+    # A daemon, because a compilation cannot be interrupted and must not hold up the exit.
+    threading.Thread(target=make, name="treadle-start", daemon=True).start()
+    stop = asyncio.ensure_future(signals.drain.wait())
+    try:
+        await asyncio.wait({started, stop}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.cancel()
+    return started.result() if started.done() else None
+
+
+async def _until_stopped(
+    llm: AsyncLLM,
+    service: GenerationService,
+    checks: aio_health.HealthServicer,
+    signals: StopSignals,
+) -> None:
+    """Returns at the first stop signal; raises EngineDead when the engine is lost before."""
+    while not signals.drain.is_set():
+        try:
+            llm.check_health()
+        except EngineDead as error:
+            service.become_failed(str(error))
+            await checks.enter_graceful_shutdown()
+            raise
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.drain.wait(), _ENGINE_POLL_SECONDS)
+
+
+async def _drain(
+    service: GenerationService,
+    checks: aio_health.HealthServicer,
+    signals: StopSignals,
+    drain_seconds: float,
+) -> None:
+    service.become_draining()
+    await checks.enter_graceful_shutdown()
+    ends = [asyncio.ensure_future(event) for event in (service.wait_idle(), signals.hurry.wait())]
+    try:
+        await asyncio.wait(ends, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+def _stats_reader(llm: AsyncLLM) -> Callable[[], CoreStats | None]:
+    """Reads the core's counters from any thread; None when the engine does not answer."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> CoreStats | None:
+        try:
+            return asyncio.run_coroutine_threadsafe(llm.stats(), loop).result(_STATS_SECONDS)
+        except (EngineDead, RuntimeError, TimeoutError):
+            return None
+
+    return read

@@ -1,0 +1,280 @@
+"""The calls of the generation service, over an engine that may not be there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+import grpc.aio
+
+from engine.serving import messages, metrics, versions
+from engine.serving.outputs import RequestOutput, ScoreOutput
+from engine.serving.thread import EngineDead, QueueFull
+from proto.treadle.v1 import generation_pb2 as pb
+from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from engine.serving.llm import AsyncLLM
+
+_LOG = logging.getLogger(__name__)
+
+# A status travels in the trailers, whose default limit is 8 KiB.
+_DETAIL_CHARS = 1000
+_FAULT = "the engine failed on this request; the server's log names the cause"
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """The calls of generation.proto, over an engine that may not be there yet.
+
+    Lives on one event loop. Every fault leaves with a standard status code, never UNKNOWN, which
+    gateways take for a reason to try again.
+
+    Args:
+      settings: what GetServerInfo tells about the engine's settings.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._settings = dict(settings)
+        self._state = pb.SERVER_STATE_STARTING
+        self._detail = "starting"
+        self._llm: AsyncLLM | None = None
+        self._metrics: metrics.Metrics | None = None
+        self._num_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that hold the engine now."""
+        return self._num_calls
+
+    def report(self, stage: str, fraction: float, detail: str) -> None:
+        """Notes how far start-up is."""
+        self._detail = f"{stage} {fraction:.0%} {detail}".rstrip()
+
+    def become_ready(self, llm: AsyncLLM, engine_metrics: metrics.Metrics) -> None:
+        """Takes requests from now on."""
+        self._llm, self._metrics = llm, engine_metrics
+        self._state, self._detail = pb.SERVER_STATE_READY, ""
+
+    def become_draining(self) -> None:
+        """Takes no more requests; running ones go on."""
+        self._state, self._detail = pb.SERVER_STATE_DRAINING, "shutting down"
+
+    def become_failed(self, reason: str) -> None:
+        """Takes no more requests, because the engine was lost."""
+        self._state, self._detail = pb.SERVER_STATE_FAILED, reason
+
+    async def wait_idle(self) -> None:
+        """Returns once no call holds the engine."""
+        await self._idle.wait()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Streams what the request produces; leaving early, for any reason, frees it."""
+        async with self._call(context) as llm:
+            fields = messages.params_fields(request.params)
+            stream = llm.generate(
+                messages.prompt(request),
+                fields,
+                request_id=request.request_id or None,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                mode="final" if request.stream_mode == pb.STREAM_MODE_FINAL else "delta",
+            )
+            is_first = True
+            with self._counted() as count:
+                async with contextlib.aclosing(stream):
+                    async for output in stream:
+                        count(output)
+                        message = messages.generate_response(output, fields, is_first=is_first)
+                        if output.finished:
+                            message.usage.CopyFrom(messages.usage(output, count.num_output_tokens))
+                        # Not `yield`: a cancelled call must raise here, not when the generator is
+                        # collected.
+                        await context.write(message)
+                        is_first = False
+
+    async def Score(
+        self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ScoreResponse:
+        """Scores all items side by side; one that is at fault refuses the call."""
+        async with self._call(context) as llm:
+            pairs = [messages.score_pair(item) for item in request.items]
+            llm.frontend.check_count(len(pairs))
+            results = await _scored(llm, pairs, request.priority, request.cache_salt)
+            return pb.ScoreResponse(results=[messages.score_result(one) for one in results])
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
+        """Ends a request; one that is not live is no error."""
+        if self._llm is not None:
+            await self._llm.abort(request.request_id)
+        return pb.AbortResponse()
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        """Text to ids."""
+        async with self._call(context) as llm:
+            special = not request.HasField("add_special_tokens") or request.add_special_tokens
+            encode = llm.frontend.tokenizer("Tokenize").encode
+            ids = await asyncio.to_thread(encode, request.text, add_special_tokens=special)
+            return pb.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        """Ids to text."""
+        async with self._call(context) as llm:
+            skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+            tokenizer = llm.frontend.tokenizer("Detokenize")
+            ids = list(request.token_ids)
+            if ids and max(ids) >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"token_ids holds {max(ids)}, outside the vocabulary of "
+                    f"{tokenizer.vocab_size} ids"
+                )
+            text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip)
+            return pb.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        """What is served."""
+        async with self._call(context) as llm:
+            return messages.model_info(llm.info, llm.frontend.eos_ids)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        """How it is served, as far as it is known yet."""
+        answer = pb.GetServerInfoResponse(
+            state=self._state,
+            detail=self._detail,
+            version=versions.own_version(),
+            versions=versions.versions(),
+            settings=self._settings,
+        )
+        if self._llm is not None:
+            messages.fill_engine_facts(answer, self._llm.info)
+            with contextlib.suppress(EngineDead):
+                stats = await self._llm.stats()
+                answer.num_running = stats.num_running
+                answer.num_waiting = stats.num_waiting
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _call(self, context: grpc.aio.ServicerContext) -> AsyncIterator[AsyncLLM]:
+        """Lends the engine to one call, and words what goes wrong in it as a status."""
+        llm = self._llm
+        if llm is None or self._state != pb.SERVER_STATE_READY:
+            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, self._unavailable())
+        self._num_calls += 1
+        self._idle.clear()
+        try:
+            yield llm
+            return
+        except (ValueError, TypeError) as error:
+            code, detail = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except QueueFull as error:
+            code, detail = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        except EngineDead:
+            _LOG.exception("a call met a dead engine")
+            code, detail = grpc.StatusCode.UNAVAILABLE, "the engine was lost; the server ends"
+        except grpc.aio.BaseError:
+            raise
+        except Exception:
+            _LOG.exception("a call failed")
+            code, detail = grpc.StatusCode.INTERNAL, _FAULT
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self._idle.set()
+        await self._refuse(context, code, detail)
+
+    async def _refuse(
+        self, context: grpc.aio.ServicerContext, code: grpc.StatusCode, detail: str
+    ) -> NoReturn:
+        if self._metrics is not None:
+            self._metrics.refuse(code.name)
+        if len(detail) > _DETAIL_CHARS:
+            detail = detail[:_DETAIL_CHARS] + "…"
+        await context.abort(code, detail)
+        raise AssertionError("abort raises")
+
+    def _unavailable(self) -> str:
+        words = {
+            pb.SERVER_STATE_STARTING: "the server is starting",
+            pb.SERVER_STATE_DRAINING: "the server is draining and takes no new requests",
+        }
+        start = words.get(self._state, "the engine was lost; the server ends")
+        return f"{start} ({self._detail}); try another replica, or later"
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[_Count]:
+        count = _Count()
+        try:
+            yield count
+        finally:
+            if self._metrics is not None and count.last is not None:
+                self._metrics.finish(count.finished_request())
+
+
+class _Count:
+    """Adds up what one stream produced."""
+
+    def __init__(self) -> None:
+        self.last: RequestOutput | None = None
+        self.num_output_tokens = 0
+        self._began = asyncio.get_running_loop().time()
+        self._reasons: dict[int, str] = {}
+
+    def __call__(self, output: RequestOutput) -> None:
+        """Takes the next output."""
+        self.last = output
+        self.num_output_tokens += output.num_output_tokens
+        for choice in output.outputs:
+            if choice.finish_reason is not None:
+                self._reasons[choice.index] = choice.finish_reason
+
+    def finished_request(self) -> metrics.FinishedRequest:
+        """Figures of the request, whose caller may have left it unfinished."""
+        assert self.last is not None
+        elapsed = asyncio.get_running_loop().time() - self._began
+        reasons = tuple(self._reasons.values())
+        return metrics.FinishedRequest(
+            num_prompt_tokens=len(self.last.prompt_token_ids),
+            num_output_tokens=self.num_output_tokens,
+            finish_reasons=reasons if self.last.finished else (*reasons, "abort"),
+            first_token_seconds=self.last.metrics.ttft,
+            total_seconds=self.last.metrics.e2e or elapsed,
+        )
+
+
+async def _scored(
+    llm: AsyncLLM,
+    pairs: Sequence[tuple[str | list[int], str | list[int]]],
+    priority: int,
+    cache_salt: bytes,
+) -> list[ScoreOutput]:
+    """Scores side by side; leaving early, for any reason, frees all."""
+
+    async def score(index: int) -> ScoreOutput:
+        try:
+            return await llm.score(*pairs[index], priority=priority, cache_salt=cache_salt)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"items[{index}]: {error}") from error
+
+    tasks = [asyncio.ensure_future(score(index)) for index in range(len(pairs))]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,212 @@
+"""Prometheus metrics of one engine: the names vLLM dashboards read, plus Treadle's own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import prometheus_client
+import prometheus_client.core
+import prometheus_client.registry
+
+if TYPE_CHECKING:
+    from engine.core import CoreStats, EngineInfo
+
+_ENGINE = "0"
+"""Label `engine`: a server runs one."""
+
+# 1 ms (a decode step) to 500 s (a long queue).
+_SECONDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRequest:
+    """What the metrics keep of one request that ended."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Over all choices."""
+    finish_reasons: tuple[str, ...]
+    """One per choice: stop, length, abort or error."""
+    first_token_seconds: float | None
+    """From arrival to the first token; None when there was none."""
+    total_seconds: float
+    """From arrival to the end."""
+
+
+class Metrics:
+    """Counts requests as they end and reads the core's counters when scraped.
+
+    Args:
+      registry: one per engine, so that several engines of one process do not meet.
+      info: facts of the engine; the model's name labels every sample.
+      read_stats: the core's counters now, None when it cannot answer; called by the scraper.
+    """
+
+    def __init__(
+        self,
+        registry: prometheus_client.CollectorRegistry,
+        info: EngineInfo,
+        read_stats: Callable[[], CoreStats | None],
+    ) -> None:
+        self._labels = {"model_name": info.model_name, "engine": _ENGINE}
+        names = tuple(self._labels)
+
+        def counter(name: str, text: str, *extra: str) -> prometheus_client.Counter:
+            return prometheus_client.Counter(name, text, (*names, *extra), registry=registry)
+
+        def seconds(name: str, text: str) -> prometheus_client.Histogram:
+            return prometheus_client.Histogram(
+                name, text, names, registry=registry, buckets=_SECONDS
+            )
+
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
+        self._output_tokens = counter("vllm:generation_tokens", "Tokens produced for them.")
+        self._success = counter(
+            "vllm:request_success", "Choices ended, by their reason.", "finished_reason"
+        )
+        self._first_token = seconds(
+            "vllm:time_to_first_token_seconds", "Arrival to the first token."
+        )
+        self._per_token = seconds(
+            "vllm:time_per_output_token_seconds",
+            "Mean time between two tokens of a request's choices.",
+        )
+        self._latency = seconds("vllm:e2e_request_latency_seconds", "Arrival to the end.")
+        self._refused = counter("treadle:requests_refused", "Requests not taken.", "code")
+        registry.register(_CoreCollector(info, self._labels, read_stats))
+
+    def finish(self, request: FinishedRequest) -> None:
+        """Counts one request that ended."""
+        self._prompt_tokens.labels(**self._labels).inc(request.num_prompt_tokens)
+        self._output_tokens.labels(**self._labels).inc(request.num_output_tokens)
+        for reason in request.finish_reasons:
+            self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._latency.labels(**self._labels).observe(request.total_seconds)
+        if request.first_token_seconds is None:
+            return
+        self._first_token.labels(**self._labels).observe(request.first_token_seconds)
+        # Choices run side by side, so a token of one is a token of each in the same time.
+        per_choice = request.num_output_tokens / max(len(request.finish_reasons), 1)
+        if per_choice > 1:
+            rest = request.total_seconds - request.first_token_seconds
+            self._per_token.labels(**self._labels).observe(rest / (per_choice - 1))
+
+    def refuse(self, code: str) -> None:
+        """Counts one request that was not taken.
+
+        Args:
+          code: status code by name, as `INVALID_ARGUMENT`.
+        """
+        self._refused.labels(**self._labels, code=code).inc()
+
+
+@contextlib.contextmanager
+def listening(
+    registry: prometheus_client.CollectorRegistry, port: int, host: str = "127.0.0.1"
+) -> Iterator[int]:
+    """Serves `GET /metrics` on `host`; gives the port, which the system picks for port 0.
+
+    Raises:
+      OSError: naming the port and the way out.
+    """
+    try:
+        server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise OSError(
+            f"metrics port {host}:{port} cannot be used ({error.strerror}); "
+            "choose another --metrics-port"
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _CoreCollector(prometheus_client.registry.Collector):
+    """Turns the core's counters into samples at scrape time; the step loop pays nothing."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        labels: Mapping[str, str],
+        read_stats: Callable[[], CoreStats | None],
+    ) -> None:
+        self._info = info
+        self._names = tuple(labels)
+        self._values = tuple(labels.values())
+        self._read_stats = read_stats
+
+    def describe(self) -> Iterator[prometheus_client.core.Metric]:
+        """Nothing, so that registration does not ask the core."""
+        return iter(())
+
+    def collect(self) -> Iterator[prometheus_client.core.Metric]:
+        """Samples of one scrape."""
+        info = self._info
+        facts = {
+            "page_size": str(info.page_size),
+            "num_pages": str(info.num_pages),
+            "enable_prefix_caching": str(info.prefix_cache),
+            "cache_dtype": info.dtype,
+        }
+        yield self._gauge("vllm:cache_config_info", "Settings of the cache.", 1, facts)
+        yield self._gauge("treadle:launch_depth", "Launches in flight at most.", info.depth)
+        yield self._gauge("treadle:programs", "Compiled step programs.", info.num_programs)
+        stats = self._read_stats()
+        if stats is not None:
+            yield from self._read(stats)
+
+    def _read(self, stats: CoreStats) -> Iterator[prometheus_client.core.Metric]:
+        used = 1.0 - stats.free_pages / max(stats.total_pages, 1)
+        yield self._gauge("vllm:num_requests_running", "Choices in the step.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Choices in the queue.", stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all.", used)
+        for name, text, value in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
+            ("vllm:num_preemptions", "Requests preempted.", stats.preemptions),
+            (
+                "treadle:compiles_after_ready",
+                "Compilations by the engine after it was ready; anything but 0 is a fault.",
+                stats.compiles_after_ready,
+            ),
+            (
+                "treadle:foreign_compiles",
+                "Compilations by others in this process after it was ready.",
+                stats.foreign_compiles,
+            ),
+        ):
+            yield self._counter(name, text, {"": value})
+        yield self._counter("treadle:steps", "Steps by lane.", stats.steps, "lane")
+        rows = {"device": stats.device_rows, "host": stats.host_rows}
+        yield self._counter("treadle:rows", "Rows by where their newest id was.", rows, "source")
+        host = prometheus_client.core.GaugeMetricFamily(
+            "treadle:host_step_milliseconds",
+            "Median host time of one step, by stage.",
+            labels=(*self._names, "stage"),
+        )
+        for stage, milliseconds in stats.host_ms.items():
+            host.add_metric((*self._values, stage), milliseconds)
+        yield host
+
+    def _gauge(
+        self, name: str, text: str, value: float, facts: Mapping[str, str] | None = None
+    ) -> prometheus_client.core.Metric:
+        extra = dict(facts or {})
+        family = prometheus_client.core.GaugeMetricFamily(name, text, labels=(*self._names, *extra))
+        family.add_metric((*self._values, *extra.values()), value)
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[str, Any], label: str | None = None
+    ) -> prometheus_client.core.Metric:
+        labels = self._names if label is None else (*self._names, label)
+        family = prometheus_client.core.CounterMetricFamily(name, text, labels=labels)
+        for key, value in values.items():
+            family.add_metric(self._values if label is None else (*self._values, key), value)
+        return family

@@ -1,0 +1,12 @@
+"""Paged attention: every new token attends to its own request's pages."""
+
+from __future__ import annotations
+
+from kernels.attention import reference
+from kernels.dispatch import Dispatch
+
+decode = Dispatch("attention.decode", [("reference", reference.decode)])
+"""Rows of a fixed query length. See `reference.decode` for the contract."""
+
+prefill = Dispatch("attention.prefill", [("reference", reference.prefill)])
+"""Chunks of any length. See `reference.prefill` for the contract."""

@@ -1,0 +1,226 @@
+"""Paged attention in plain JAX, the truth for every kernel: walks blocks of pages with a running softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_MASKED = -1e30  # finite: a row with no visible key yet must not turn into NaN
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    block_pages: int,
+) -> jax.Array:
+    """Attends rows of equal query length to their pages.
+
+    Args:
+      q: [R, Q, N, H], rotated.
+      pool: [P, K, 2, page_size, H], this step's keys and values included.
+      page_table: i32[R, W].
+      positions: i32[R, Q], position of each query.
+      kv_lens: i32[R]; 0 marks a padding row, whose output is zero.
+      scale: multiplies the scores.
+      window: positions a query sees, itself included; None: all before it.
+      block_pages: pages attended at once; the result's last bits depend on it.
+
+    Returns:
+      [R, Q, N, H] in q's dtype.
+    """
+    rows, queries, num_heads, head_dim = q.shape
+    num_kv_heads = pool.shape[1]
+    grouped = q.reshape(rows, queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = _attend(grouped, pool, page_table, positions, kv_lens, scale, window, block_pages)
+    return out.reshape(rows, queries, num_heads, head_dim).astype(q.dtype)
+
+
+def prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decode: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    block_pages: int,
+    tile_tokens: int,
+    tiles_at_once: int,
+    max_chunk_rows: int,
+) -> jax.Array:
+    """Attends the chunks of a flat token batch to their pages, tile by tile.
+
+    Args:
+      q: [T, N, H], rotated; tokens of a row are adjacent.
+      pool: [P, K, 2, page_size, H].
+      page_table: i32[R, W].
+      positions: i32[T].
+      kv_lens: i32[R].
+      cu_q_lens: i32[R + 1].
+      num_decode: i32[], leading rows that are not chunks.
+      scale: multiplies the scores.
+      window: positions a query sees, itself included.
+      block_pages: pages attended at once.
+      tile_tokens: queries of one tile.
+      tiles_at_once: tiles attended at once.
+      max_chunk_rows: rows that can be chunks.
+
+    Returns:
+      [T, N, H] in q's dtype; tokens that belong to no chunk are zero.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = pool.shape[1]
+    tile_tokens = min(tile_tokens, num_tokens)
+    num_tiles = -(-num_tokens // tile_tokens) + max_chunk_rows
+    num_groups = -(-num_tiles // tiles_at_once)
+    tile_rows, tile_starts, tile_lens = _tiles(
+        cu_q_lens, num_decode, tile_tokens, num_groups * tiles_at_once
+    )
+    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    lanes = jnp.arange(tile_tokens, dtype=jnp.int32)
+
+    def attend_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        rows, starts, lens = group
+        is_query = lanes[None, :] < lens[:, None]
+        tokens = jnp.where(is_query, starts[:, None] + lanes[None, :], 0)
+        tile_kv = jnp.where(lens > 0, kv_lens[rows], 0)
+        values = _attend(
+            grouped[tokens],
+            pool,
+            page_table[rows],
+            jnp.where(is_query, positions[tokens], -1),
+            tile_kv,
+            scale,
+            window,
+            block_pages,
+        )
+        # Lanes past a tile's end carry an index past the array, which the scatter drops.
+        targets = jnp.where(is_query, tokens, num_tokens)
+        return out.at[targets].set(values.astype(q.dtype), mode="drop"), None
+
+    def step(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        return jax.lax.cond(
+            jnp.any(group[2] > 0), attend_group, lambda out, group: (out, None), out, group
+        )
+
+    groups = jax.tree.map(
+        lambda x: x.reshape(num_groups, tiles_at_once), (tile_rows, tile_starts, tile_lens)
+    )
+    out, _ = jax.lax.scan(step, jnp.zeros_like(grouped), groups)
+    return out.reshape(num_tokens, num_heads, head_dim)
+
+
+def _tiles(
+    cu_q_lens: jax.Array, num_decode: jax.Array, tile_tokens: int, num_tiles: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts chunk rows into tiles: (row, first token, tokens) of each, i32[num_tiles]; unused are empty."""
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    row_index = jnp.arange(q_lens.shape[0], dtype=jnp.int32)
+    counts = jnp.where(row_index >= num_decode, -(-q_lens // tile_tokens), 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    rows = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    is_used = tile < ends[-1]
+    rows = jnp.where(is_used, rows, 0)
+    offsets = (tile - (ends - counts)[rows]) * tile_tokens
+    lens = jnp.clip(q_lens[rows] - offsets, 0, tile_tokens)
+    return rows, cu_q_lens[rows] + offsets, jnp.where(is_used, lens, 0)
+
+
+def _attend(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    scale: float,
+    window: int | None,
+    block_pages: int,
+) -> jax.Array:
+    """q [B, Q, K, G, H] against the first kv_lens[B] tokens of each row -> f32 [B, Q, K, G, H]."""
+    batch, queries, num_kv_heads, group, head_dim = q.shape
+    page_size = pool.shape[3]
+    width = page_table.shape[1]
+    block_pages = min(block_pages, width)
+    num_blocks = -(-width // block_pages)
+    table = jnp.pad(page_table, ((0, 0), (0, num_blocks * block_pages - width)))
+    blocks = table.reshape(batch, num_blocks, block_pages).swapaxes(0, 1)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    # One product per row and kv head, its queries and their group as the rows of one matrix.
+    flat = q.swapaxes(1, 2).reshape(batch, num_kv_heads, queries * group, head_dim)
+    query_at = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [B, 1, QG, 1]
+
+    def block(carry: Carry, start: jax.Array, pages: jax.Array) -> Carry:
+        high, total, acc = carry
+        kv = pool[pages]  # [B, W, K, 2, page_size, H]
+        kv = kv.transpose(0, 2, 3, 1, 4, 5).reshape(batch, num_kv_heads, 2, -1, head_dim)
+        scores = jnp.einsum(
+            "BKQH,BKSH->BKQS",
+            flat,
+            kv[:, :, 0],
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ) * jnp.float32(scale)
+        key_at = start + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, None, None, :]
+        is_visible = jnp.logical_and(key_at <= query_at, key_at < kv_lens[:, None, None, None])
+        if window is not None:
+            is_visible = jnp.logical_and(is_visible, key_at > query_at - window)
+        scores = jnp.where(is_visible, scores, _MASKED)
+        new_high = jnp.maximum(high, scores.max(axis=-1, keepdims=True))
+        weights = jnp.where(is_visible, jnp.exp(scores - new_high), 0.0)
+        fade = jnp.exp(high - new_high)
+        values = jnp.einsum(
+            "BKQS,BKSH->BKQH",
+            weights.astype(q.dtype),
+            kv[:, :, 1],
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        total = total * fade + weights.sum(axis=-1, keepdims=True)
+        return new_high, total, acc * fade + values
+
+    shape = (batch, num_kv_heads, queries * group)
+    empty = (
+        jnp.full((*shape, 1), _MASKED, jnp.float32),
+        jnp.zeros((*shape, 1), jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+    _, total, acc = _walk(block, empty, blocks, kv_lens, block_pages * page_size)
+    out = jnp.where(total > 0, acc / jnp.maximum(total, jnp.float32(1e-30)), 0.0)
+    return out.reshape(batch, num_kv_heads, queries, group, head_dim).swapaxes(1, 2)
+
+
+def _walk(
+    block: Callable[[Carry, jax.Array, jax.Array], Carry],
+    carry: Carry,
+    blocks: jax.Array,
+    kv_lens: jax.Array,
+    block_tokens: int,
+) -> Carry:
+    """Applies `block` to every block of pages that some row reaches; a skipped one changes no bit."""
+    if blocks.shape[0] == 1:
+        return block(carry, jnp.int32(0), blocks[0])
+    longest = kv_lens.max()
+
+    def step(carry: Carry, item: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
+        start, pages = item
+        return jax.lax.cond(
+            start < longest, block, lambda carry, start, pages: carry, carry, start, pages
+        ), None
+
+    starts = jnp.arange(blocks.shape[0], dtype=jnp.int32) * block_tokens
+    carry, _ = jax.lax.scan(step, carry, (starts, blocks))
+    return carry

@@ -1,0 +1,101 @@
+"""Attention of one layer over its cache group: writes this step's KV, then attends decode rows and chunks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.attention import api
+from models.batch import Batch
+from models.cache import write_kv
+
+
+def attend(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    pool: jax.Array,
+    batch: Batch,
+    page_table: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attends each new token to its request's pages.
+
+    Args:
+      q: [T, N, H], rotated.
+      keys: [T, K, H], rotated.
+      values: [T, K, H].
+      pool: [P, K, 2, page_size, H].
+      batch: lengths and rows of the step.
+      page_table: i32[R, W] of the layer's group.
+      scale: multiplies the scores.
+      window: positions a query sees, itself included; None: all before it.
+
+    Returns:
+      [T, N, H] in q's dtype (zero for padding), the pool with this step's tokens, and bool[T] where
+      a key or value was not finite.
+    """
+    pool, is_bad = write_kv(pool, keys, values, batch, page_table)
+    num_tokens, num_heads, head_dim = q.shape
+    tiling = batch.tiling
+    if batch.is_decode:
+        num_rows, query_len = batch.kv_lens.shape[0], batch.query_len
+        out = api.decode(
+            q.reshape(num_rows, query_len, num_heads, head_dim),
+            pool,
+            page_table,
+            batch.positions.reshape(num_rows, query_len),
+            batch.kv_lens,
+            scale=scale,
+            window=window,
+            block_pages=tiling.block_pages,
+        )
+        return out.reshape(num_tokens, num_heads, head_dim), pool, is_bad
+    out = api.prefill(
+        q,
+        pool,
+        page_table,
+        batch.positions,
+        batch.kv_lens,
+        batch.cu_q_lens,
+        batch.num_decode,
+        scale=scale,
+        window=window,
+        block_pages=tiling.block_pages,
+        tile_tokens=tiling.tile_tokens,
+        tiles_at_once=tiling.tiles_at_once,
+        max_chunk_rows=batch.max_chunk_rows,
+    )
+    out = _add_decode_rows(out, q, pool, batch, page_table, scale, window)
+    return out, pool, is_bad
+
+
+def _add_decode_rows(
+    out: jax.Array,
+    q: jax.Array,
+    pool: jax.Array,
+    batch: Batch,
+    page_table: jax.Array,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Fills the leading tokens of a mixed step, one per decode row, which `prefill` left at zero."""
+    num_rows = min(batch.kv_lens.shape[0], q.shape[0])
+    is_decode_row = jnp.arange(num_rows, dtype=jnp.int32) < batch.num_decode
+
+    def attend_decode_rows(out: jax.Array) -> jax.Array:
+        rows = api.decode(
+            q[:num_rows, None],
+            pool,
+            page_table[:num_rows],
+            batch.positions[:num_rows, None],
+            jnp.where(is_decode_row, batch.kv_lens[:num_rows], 0),
+            scale=scale,
+            window=window,
+            block_pages=batch.tiling.block_pages,
+        )[:, 0]
+        return out.at[:num_rows].set(jnp.where(is_decode_row[:, None, None], rows, out[:num_rows]))
+
+    return jax.lax.cond(batch.num_decode > 0, attend_decode_rows, lambda out: out, out)

@@ -1,0 +1,51 @@
+"""What a forward reads of one step besides its token ids: where each token stands and which pages it may see."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+
+
+@flax.struct.dataclass
+class Tiling:
+    """How the plain attention walks pages and queries. Data of the device, chosen by the runner."""
+
+    block_pages: int = flax.struct.field(pytree_node=False, default=16)
+    """Pages of keys and values attended at once."""
+    tile_tokens: int = flax.struct.field(pytree_node=False, default=32)
+    """Query tokens of one chunk attended at once."""
+    tiles_at_once: int = flax.struct.field(pytree_node=False, default=1)
+    """Chunk tiles attended at once."""
+
+
+@flax.struct.dataclass
+class Batch:
+    """Padded arrays of one step. Rows: decode rows first, then chunks, then padding.
+
+    T tokens and R rows are padded sizes; tokens of a row are adjacent and in row order.
+    """
+
+    positions: jax.Array
+    """i32[T], position of each token in its request; 0 for padding."""
+    rows: jax.Array
+    """i32[T], row of each token; 0 for padding."""
+    is_real: jax.Array
+    """bool[T], False for padding."""
+    kv_lens: jax.Array
+    """i32[R], tokens with KV including this step; 0 for padding rows."""
+    cu_q_lens: jax.Array
+    """i32[R + 1], first token of each row, then the number of real tokens."""
+    num_decode: jax.Array
+    """i32[], leading decode rows."""
+    page_tables: tuple[jax.Array, ...]
+    """Per cache group i32[R, W]; page 0 is trash and stands wherever no page is owned."""
+    is_decode: bool = flax.struct.field(pytree_node=False)
+    """True: every row is a decode row of T // R tokens."""
+    max_chunk_rows: int = flax.struct.field(pytree_node=False)
+    """Chunks this program can hold; 0 for a decode program."""
+    tiling: Tiling = flax.struct.field(pytree_node=False, default_factory=Tiling)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of one decode row."""
+        return self.positions.shape[0] // self.kv_lens.shape[0] if self.is_decode else 1

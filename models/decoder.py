@@ -1,0 +1,501 @@
+"""The dense decoder that Llama, Mistral, InternLM2 and Qwen3 are settings of: config, weights, forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import layers
+from models.attention import attend
+from models.batch import Batch
+from models.cache import Cache, CacheGroup, CacheSpec
+from models.checkpoint import Leaf, Part
+from models.layers import Dense, RopeConfig, Rotation, Rows, Tap, identity
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and switches of one dense decoder, names as in checkpoint files."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def parse_config(config: Mapping[str, Any], **switches: Any) -> DecoderConfig:
+    """Reads the fields that all dense families share; `switches` are a family's own.
+
+    Raises:
+      ValueError: a field is missing, of the wrong type, or asks for what the decoder does not do.
+    """
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act is {activation!r}; this decoder has silu only")
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    hidden_size = _size(config, "hidden_size")
+    head_dim = _size(config, "head_dim", hidden_size // num_heads)
+    max_positions = _size(config, "max_position_embeddings")
+    return DecoderConfig(
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=parse_rope(config, head_dim, max_positions),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **switches,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {name} is {value!r}, it must be a positive integer")
+    return value
+
+
+def parse_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+    """Reads `rope_theta` with `rope_scaling` (`type` or `rope_type`), or the newer `rope_parameters`.
+
+    Raises:
+      ValueError: for a scaling kind this decoder does not do.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind in ("default", "dynamic"):
+        # Dynamic scaling leaves lengths up to max_position_embeddings alone; longer ones are refused.
+        return RopeConfig(theta=theta, head_dim=head_dim)
+    if kind not in ("linear", "llama3"):
+        raise ValueError(
+            f"rope scaling {kind!r} is not supported; known: default, dynamic, linear, llama3"
+        )
+    return RopeConfig(
+        theta=theta,
+        head_dim=head_dim,
+        kind=kind,
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_length=int(scaling.get("original_max_position_embeddings", max_positions)),
+    )
+
+
+# Small vectors (norm scales, biases) share one array, so that a program has few arguments.
+@dataclasses.dataclass(frozen=True)
+class _Vector:
+    path: str
+    shape: tuple[int, ...]
+    is_bias: bool = False
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+@functools.cache
+def vector_layout(config: DecoderConfig) -> Mapping[str, tuple[int, tuple[int, ...], bool]]:
+    """Where each small vector lies in params["vectors"]: path -> (offset, shape, is a bias)."""
+    c = config
+    qkv = (c.num_kv_heads, c.group + 2, c.head_dim)
+    vectors = []
+    for i in range(c.num_layers):
+        vectors += [_Vector(f"{i}.input_norm", (c.hidden_size,))]
+        vectors += [_Vector(f"{i}.post_norm", (c.hidden_size,))]
+        if c.qk_norm:
+            vectors += [
+                _Vector(f"{i}.q_norm", (c.head_dim,)),
+                _Vector(f"{i}.k_norm", (c.head_dim,)),
+            ]
+        if c.qkv_bias:
+            vectors += [_Vector(f"{i}.qkv_bias", qkv, is_bias=True)]
+        if c.output_bias:
+            vectors += [_Vector(f"{i}.o_bias", (c.hidden_size,), is_bias=True)]
+        if c.mlp_bias:
+            vectors += [_Vector(f"{i}.gate_up_bias", (2, c.intermediate_size), is_bias=True)]
+            vectors += [_Vector(f"{i}.down_bias", (c.hidden_size,), is_bias=True)]
+    vectors += [_Vector("norm", (c.hidden_size,))]
+    offsets = np.cumsum([0] + [v.size for v in vectors])
+    return {
+        v.path: (int(o), v.shape, v.is_bias) for v, o in zip(vectors, offsets[:-1], strict=True)
+    }
+
+
+def vector(config: DecoderConfig, vectors: jax.Array, path: str) -> jax.Array:
+    """A static view of one small vector."""
+    offset, shape, _ = vector_layout(config)[path]
+    return jax.lax.slice(vectors, (offset,), (offset + int(np.prod(shape)),)).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Checkpoint names of one layer's tensors, `{i}` standing for the layer."""
+
+    input_norm: str = "model.layers.{i}.input_layernorm.weight"
+    post_norm: str = "model.layers.{i}.post_attention_layernorm.weight"
+    q: str = "model.layers.{i}.self_attn.q_proj"
+    k: str = "model.layers.{i}.self_attn.k_proj"
+    v: str = "model.layers.{i}.self_attn.v_proj"
+    o: str = "model.layers.{i}.self_attn.o_proj"
+    q_norm: str = "model.layers.{i}.self_attn.q_norm.weight"
+    k_norm: str = "model.layers.{i}.self_attn.k_norm.weight"
+    gate: str = "model.layers.{i}.mlp.gate_proj"
+    up: str = "model.layers.{i}.mlp.up_proj"
+    down: str = "model.layers.{i}.mlp.down_proj"
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    fused_qkv: str | None = None
+    """One tensor with rows [kv head][its q heads, k, v][head_dim] instead of q, k and v."""
+
+
+def leaves(config: DecoderConfig, names: Names) -> dict[str, Leaf]:
+    """Every parameter of the decoder and the checkpoint tensors that fill it."""
+    c = config
+    result = {
+        "embed": Leaf(
+            shape=(c.vocab_size, c.hidden_size),
+            parts=(Part(names.embed, (c.vocab_size, c.hidden_size), ()),),
+            partition=("tensor", None),
+            node=Rows,
+            fan_in=c.hidden_size,
+        ),
+        "vectors": _vectors_leaf(c, names),
+    }
+    if not c.tie_word_embeddings:
+        result["head"] = Leaf(
+            shape=(c.vocab_size, c.hidden_size),
+            parts=(Part(names.head, (c.vocab_size, c.hidden_size), ()),),
+            partition=("tensor", None),
+            node=Rows,
+            fan_in=c.hidden_size,
+        )
+    for i in range(c.num_layers):
+        result |= {f"layers.{i}.{path}": leaf for path, leaf in _layer_leaves(c, names, i).items()}
+    return result
+
+
+def _layer_leaves(c: DecoderConfig, names: Names, i: int) -> dict[str, Leaf]:
+    d, f, heads = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
+
+    def weight(name: str) -> str:
+        return f"{name.format(i=i)}.weight"
+
+    return {
+        "qkv": Leaf(
+            shape=(d, c.num_kv_heads, c.group + 2, c.head_dim),
+            parts=_qkv_parts(c, names, i, "weight"),
+            partition=(None, "tensor", None, None),
+            node=Dense,
+            fan_in=d,
+        ),
+        "o": Leaf(
+            shape=(heads, d),
+            parts=(Part(weight(names.o), (d, heads), (), np.transpose),),
+            partition=("tensor", None),
+            node=Dense,
+            fan_in=heads,
+        ),
+        "gate_up": Leaf(
+            shape=(d, 2, f),
+            parts=tuple(
+                Part(weight(name), (f, d), (slice(None), half), np.transpose)
+                for half, name in enumerate((names.gate, names.up))
+            ),
+            partition=(None, None, "tensor"),
+            node=Dense,
+            fan_in=d,
+        ),
+        "down": Leaf(
+            shape=(f, d),
+            parts=(Part(weight(names.down), (d, f), (), np.transpose),),
+            partition=("tensor", None),
+            node=Dense,
+            fan_in=f,
+        ),
+    }
+
+
+def _qkv_parts(c: DecoderConfig, names: Names, i: int, kind: str) -> tuple[Part, ...]:
+    """Parts of [D, K, G + 2, H] (kind `weight`) or of the bias [K, G + 2, H] (kind `bias`)."""
+    rest = (c.hidden_size,) if kind == "weight" else ()
+    lead = (slice(None),) * (len(rest) + 1)
+
+    def arrange(x: np.ndarray, heads: int) -> np.ndarray:
+        x = x.reshape(c.num_kv_heads, heads, c.head_dim, *rest)
+        return np.moveaxis(x, -1, 0) if rest else x
+
+    if names.fused_qkv is not None:
+        rows = c.num_kv_heads * (c.group + 2) * c.head_dim
+        fused = f"{names.fused_qkv.format(i=i)}.{kind}"
+        return (Part(fused, (rows, *rest), (), functools.partial(arrange, heads=c.group + 2)),)
+    places = (
+        (names.q, c.group, slice(0, c.group)),
+        (names.k, 1, c.group),
+        (names.v, 1, c.group + 1),
+    )
+    return tuple(
+        Part(
+            f"{name.format(i=i)}.{kind}",
+            (c.num_kv_heads * heads * c.head_dim, *rest),
+            (*lead, place),
+            _squeezed(functools.partial(arrange, heads=heads), isinstance(place, int), len(lead)),
+        )
+        for name, heads, place in places
+    )
+
+
+def _squeezed(arrange: Any, squeeze: bool, axis: int) -> Any:
+    """Drops the head axis of a part that fills one index of it."""
+    return (lambda x: arrange(x).squeeze(axis)) if squeeze else arrange
+
+
+def _vectors_leaf(c: DecoderConfig, names: Names) -> Leaf:
+    parts: list[Part] = []
+    size = 0
+    for path, (offset, shape, _) in vector_layout(c).items():
+        count = int(np.prod(shape))
+        parts += _vector_parts(c, names, path, offset)
+        size = offset + count
+    return Leaf(shape=(size,), parts=tuple(parts), partition=(None,))
+
+
+def _vector_parts(c: DecoderConfig, names: Names, path: str, offset: int) -> list[Part]:
+    layer, _, kind = path.rpartition(".")
+    _, shape, _ = vector_layout(c)[path]
+    here = slice(offset, offset + int(np.prod(shape)))
+    if kind == "qkv_bias":
+        return _flat_qkv_bias(c, names, int(layer), offset)
+    if kind == "gate_up_bias":
+        f = c.intermediate_size
+        return [
+            Part(
+                f"{name.format(i=layer)}.bias",
+                (f,),
+                (slice(offset + half * f, offset + half * f + f),),
+            )
+            for half, name in enumerate((names.gate, names.up))
+        ]
+    name = {
+        "norm": names.norm,
+        "input_norm": names.input_norm,
+        "post_norm": names.post_norm,
+        "q_norm": names.q_norm,
+        "k_norm": names.k_norm,
+        "o_bias": names.o + ".bias",
+        "down_bias": names.down + ".bias",
+    }[kind]
+    return [Part(name.format(i=layer), shape, (here,))]
+
+
+def _flat_qkv_bias(c: DecoderConfig, names: Names, i: int, offset: int) -> list[Part]:
+    """Parts that lay q, k and v biases out as [K, G + 2, H] inside the flat array."""
+    if names.fused_qkv is not None:
+        rows = c.num_kv_heads * (c.group + 2) * c.head_dim
+        return [
+            Part(f"{names.fused_qkv.format(i=i)}.bias", (rows,), (slice(offset, offset + rows),))
+        ]
+    parts = []
+    for name, first, heads in (
+        (names.q, 0, c.group),
+        (names.k, c.group, 1),
+        (names.v, c.group + 1, 1),
+    ):
+        for k in range(c.num_kv_heads):
+            start = offset + (k * (c.group + 2) + first) * c.head_dim
+            rows = heads * c.head_dim
+            parts.append(
+                Part(
+                    f"{name.format(i=i)}.bias",
+                    (c.num_kv_heads * rows,),
+                    (slice(start, start + rows),),
+                    functools.partial(_rows_of, start=k * rows, count=rows),
+                )
+            )
+    return parts
+
+
+def _rows_of(x: np.ndarray, start: int, count: int) -> np.ndarray:
+    return x[start : start + count]
+
+
+def cache_spec(config: DecoderConfig, page_size: int, dtype: str) -> CacheSpec:
+    """One group for all layers."""
+    return CacheSpec(
+        groups=(
+            CacheGroup(
+                kind="kv" if config.sliding_window is None else "window",
+                layers=tuple(range(config.num_layers)),
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                window=config.sliding_window,
+            ),
+        )
+    )
+
+
+def forward(
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    cache: Cache,
+    token_ids: jax.Array,
+    batch: Batch,
+    *,
+    tap: Tap = identity,
+) -> tuple[jax.Array, Cache]:
+    """Embeds i32[T] ids and runs every layer over the paged cache -> hidden [T, D], final norm applied."""
+    hidden = tap("embed", layers.embed(params["embed"], token_ids))
+    turn = layers.rotation(config.rope, batch.positions)
+    is_nonfinite = cache.is_nonfinite
+    pools = []
+    for i in range(config.num_layers):
+        hidden, pool, is_bad = _layer(
+            config,
+            params["layers"][str(i)],
+            {
+                path.partition(".")[2]: vector(config, params["vectors"], path)
+                for path in vector_layout(config)
+                if path.startswith(f"{i}.")
+            },
+            hidden,
+            cache.pools[0][i],
+            turn,
+            batch,
+            None if tap is identity else functools.partial(_tap_layer, tap, i),
+        )
+        pools.append(pool)
+        is_nonfinite = jnp.logical_or(is_nonfinite, is_bad)
+    norm = vector(config, params["vectors"], "norm")
+    hidden = layers.rms_norm(hidden, norm, config.rms_norm_eps)
+    return tap("norm", hidden), Cache(pools=(tuple(pools),), is_nonfinite=is_nonfinite)
+
+
+def _tap_layer(tap: Tap, layer: int, name: str, x: jax.Array) -> jax.Array:
+    return tap(f"layers.{layer}.{name}", x)
+
+
+def _layer(
+    config: DecoderConfig,
+    weights: Mapping[str, Dense],
+    vectors: Mapping[str, jax.Array],
+    hidden: jax.Array,
+    pool: jax.Array,
+    turn: Rotation,
+    batch: Batch,
+    tap: Tap | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer: an inner jit, so that equal layers are traced once; a tapped one is traced in line."""
+    if tap is None:
+        return _traced_layer(config, weights, vectors, hidden, pool, turn, batch)
+    return _layer_body(config, weights, vectors, hidden, pool, turn, batch, tap)
+
+
+def _layer_body(
+    config: DecoderConfig,
+    weights: Mapping[str, Dense],
+    vectors: Mapping[str, jax.Array],
+    hidden: jax.Array,
+    pool: jax.Array,
+    turn: Rotation,
+    batch: Batch,
+    tap: Tap = identity,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    with jax.named_scope("attention"):
+        normed = layers.rms_norm(hidden, vectors["input_norm"], config.rms_norm_eps)
+        mixed, pool, is_bad = _attention(config, weights, vectors, normed, pool, turn, batch, tap)
+        hidden = tap("attention", hidden + mixed)
+    with jax.named_scope("mlp"):
+        normed = layers.rms_norm(hidden, vectors["post_norm"], config.rms_norm_eps)
+        hidden = tap("mlp", hidden + _mlp(weights, vectors, normed))
+    return hidden, pool, is_bad
+
+
+_traced_layer = jax.jit(_layer_body, static_argnums=(0,))
+
+
+def _attention(
+    config: DecoderConfig,
+    weights: Mapping[str, Dense],
+    vectors: Mapping[str, jax.Array],
+    x: jax.Array,
+    pool: jax.Array,
+    turn: Rotation,
+    batch: Batch,
+    tap: Tap,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_tokens = x.shape[0]
+    qkv = layers.linear(x, weights["qkv"])  # [T, K, G + 2, H]
+    if "qkv_bias" in vectors:
+        qkv = qkv + vectors["qkv_bias"][None]
+    q, keys, values = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if config.qk_norm:
+        q = layers.rms_norm(q, vectors["q_norm"], config.rms_norm_eps)
+        keys = layers.rms_norm(keys, vectors["k_norm"], config.rms_norm_eps)
+    q = layers.rotate(q, turn).reshape(num_tokens, config.num_heads, config.head_dim)
+    out, pool, is_bad = attend(
+        tap("q", q),
+        tap("k", layers.rotate(keys, turn)),
+        tap("v", values),
+        pool,
+        batch,
+        batch.page_tables[0],
+        scale=config.head_dim**-0.5,
+        window=config.sliding_window,
+    )
+    out = layers.linear(out.reshape(num_tokens, -1), weights["o"])
+    if "o_bias" in vectors:
+        out = out + vectors["o_bias"][None]
+    return out, pool, is_bad
+
+
+def _mlp(weights: Mapping[str, Dense], vectors: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    gate_up = layers.linear(x, weights["gate_up"])  # [T, 2, F]
+    if "gate_up_bias" in vectors:
+        gate_up = gate_up + vectors["gate_up_bias"][None]
+    out = layers.linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
+    if "down_bias" in vectors:
+        out = out + vectors["down_bias"][None]
+    return out
+
+
+def logits(config: DecoderConfig, params: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
+    """hidden [R, D] -> f32[R, V]; tied models read the embedding table."""
+    table = params["embed"] if config.tie_word_embeddings else params["head"]
+    return layers.linear(hidden, table, out_dtype=jnp.dtype(jnp.float32))

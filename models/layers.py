@@ -1,0 +1,150 @@
+"""Shared parts of every family: weights that know their product, norms, rotary embedding, MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tap = Callable[[str, jax.Array], jax.Array]
+"""Static observer `tap(name, x) -> x`: identity when serving, records or patches in a study."""
+
+
+def identity(name: str, x: jax.Array) -> jax.Array:
+    """The tap of a serving engine."""
+    del name
+    return x
+
+
+class Weight(Protocol):
+    """A pytree node that knows its product and its storage order."""
+
+    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array: ...
+
+
+@flax.struct.dataclass
+class Dense:
+    """A plain weight [in..., out...]; the first `contract` dimensions are summed over."""
+
+    kernel: jax.Array
+    contract: int = flax.struct.field(pytree_node=False, default=1)
+
+    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+        """Sums the last `contract` dimensions of x against the kernel's first ones."""
+        axes = tuple(range(self.contract))
+        return jax.lax.dot_general(
+            x,
+            self.kernel,
+            ((tuple(x.ndim - self.contract + a for a in axes), axes), ((), ())),
+            precision=matmul_precision(x.dtype),
+            preferred_element_type=out_dtype,
+        )
+
+
+@flax.struct.dataclass
+class Rows:
+    """A weight stored output-major [out, in], as vocabulary matrices are."""
+
+    kernel: jax.Array
+
+    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+        """x [T, in] -> [T, out]."""
+        return jax.lax.dot_general(
+            x,
+            self.kernel,
+            (((x.ndim - 1,), (1,)), ((), ())),
+            precision=matmul_precision(x.dtype),
+            preferred_element_type=out_dtype,
+        )
+
+
+def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Float32 operands are multiplied as float32 everywhere (a GPU would round them to TF32)."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def linear(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """Every projection of every family: x [..., in...] -> [..., out...]."""
+    return weight.product(x, jnp.dtype(out_dtype or x.dtype))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Normalises the last dimension in float32, rounds to x's dtype, then scales.
+
+    Args:
+      x: [..., D].
+      scale: [D] in x's dtype.
+      eps: added to the mean square inside the root.
+    """
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (wide * inverse).astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of half-split pairs."""
+
+    theta: float
+    head_dim: int
+    kind: str = "default"
+    """`default`, `linear` or `llama3`."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def inverse_frequencies(self) -> np.ndarray:
+        """f32[head_dim / 2]. llama3 scaling: Llama 3.1 model card and Hugging Face's rope utilities."""
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        base = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
+        if self.kind == "linear":
+            return base / np.float32(self.factor)
+        if self.kind != "llama3":
+            return base
+        wavelengths = 2 * math.pi / base
+        smooth = (self.original_length / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - smooth) * base / self.factor + smooth * base
+        scaled = np.where(
+            wavelengths > self.original_length / self.low_freq_factor, base / self.factor, blended
+        )
+        is_short = wavelengths < self.original_length / self.high_freq_factor
+        return np.where(is_short, base, scaled).astype(np.float32)
+
+
+@flax.struct.dataclass
+class Rotation:
+    """Cosines and sines of one step, f32[T, H / 2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotation(rope: RopeConfig, positions: jax.Array) -> Rotation:
+    """Angles in float32 for i32[T] positions."""
+    frequencies = jnp.asarray(rope.inverse_frequencies())
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    return Rotation(cos=jnp.cos(angles), sin=jnp.sin(angles))
+
+
+def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
+    """Rotates [T, ..., H]: dimension h pairs with h + H / 2."""
+    shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (x.shape[-1] // 2,)
+    cos, sin = turn.cos.reshape(shape), turn.sin.reshape(shape)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
+
+
+def embed(table: Rows, token_ids: jax.Array) -> jax.Array:
+    """The one gather of the embedding table: i32[T], all inside the vocabulary -> [T, D]."""
+    return table.kernel.at[token_ids].get(mode="promise_in_bounds")

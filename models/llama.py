@@ -1,0 +1,43 @@
+"""Llama: the plain dense decoder, with optional biases and llama3 rope scaling. SmolLM2's GGUF loads as this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models import decoder
+from models.checkpoint import Leaf
+from models.registry import Registration
+
+
+def parse_config(config: Mapping[str, Any]) -> decoder.DecoderConfig:
+    """`attention_bias` covers q, k, v and o; `mlp_bias` the three MLP matrices."""
+    has_bias = bool(config.get("attention_bias", False))
+    return decoder.parse_config(
+        config,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
+    """Hugging Face names."""
+    return decoder.leaves(config, decoder.Names())
+
+
+def ignores(name: str) -> bool:
+    """Rotary tables that old conversions stored."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+REGISTRATION = Registration(
+    architecture="LlamaForCausalLM",
+    parse_config=parse_config,
+    leaves=leaves,
+    forward=decoder.forward,
+    logits=decoder.logits,
+    cache_spec=decoder.cache_spec,
+    ignores=ignores,
+    device_token_ids=True,
+)

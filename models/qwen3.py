@@ -1,0 +1,38 @@
+"""Qwen3 dense: q and k are normalised per head before the rotation; the window fields are inert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models import decoder
+from models.checkpoint import Leaf
+from models.registry import Registration
+
+
+def parse_config(config: Mapping[str, Any]) -> decoder.DecoderConfig:
+    """Refuses `use_sliding_window`, which no published Qwen3 sets."""
+    if config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is true; Qwen3 is served with full attention only")
+    return decoder.parse_config(
+        config,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        output_bias=bool(config.get("attention_bias", False)),
+        qk_norm=True,
+    )
+
+
+def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
+    """Hugging Face names."""
+    return decoder.leaves(config, decoder.Names())
+
+
+REGISTRATION = Registration(
+    architecture="Qwen3ForCausalLM",
+    parse_config=parse_config,
+    leaves=leaves,
+    forward=decoder.forward,
+    logits=decoder.logits,
+    cache_spec=decoder.cache_spec,
+    device_token_ids=True,
+)

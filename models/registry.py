@@ -1,0 +1,122 @@
+"""Architecture names and what stands behind each: config parser, weights, forward, caches, capabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from models.batch import Batch
+from models.cache import Cache, CacheSpec
+from models.checkpoint import Leaf
+from models.layers import Tap, identity
+
+Params = Mapping[str, Any]
+"""Nested parameters: "layers.0.qkv" of the leaves stands at params["layers"]["0"]["qkv"]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """One architecture name. Families that share code still register apart."""
+
+    architecture: str
+    parse_config: Callable[[Mapping[str, Any]], Any]
+    """config.json as data -> a frozen config; ValueError names what is missing or unsupported."""
+    leaves: Callable[[Any], Mapping[str, Leaf]]
+    """Every parameter by dotted path, and how checkpoint tensors fill it."""
+    forward: Callable[..., tuple[jax.Array, Cache]]
+    """forward(config, params, cache, token_ids, batch, *, tap) -> (hidden [T, D], cache)."""
+    logits: Callable[[Any, Params, jax.Array], jax.Array]
+    """logits(config, params, hidden [R, D]) -> f32[R, V]."""
+    cache_spec: Callable[[Any, int, str], CacheSpec]
+    """cache_spec(config, page_size, dtype)."""
+    ignores: Callable[[str], bool] = lambda name: False
+    """True for checkpoint tensors that this architecture has no use for."""
+    device_token_ids: bool = False
+    """The forward reads its ids from the device array it is given. False: sync lane only."""
+    max_rows: int | None = None
+    """Most rows of one step this forward supports; None: any."""
+
+    def bind(self, config: Any) -> Model:
+        """The registration with its parsed config."""
+        return Model(registration=self, config=config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Pure functions of one configured architecture; serving and study call the same ones."""
+
+    registration: Registration
+    config: Any
+
+    def forward(
+        self,
+        params: Params,
+        cache: Cache,
+        token_ids: jax.Array,
+        batch: Batch,
+        *,
+        tap: Tap = identity,
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states [T, D] of i32[T] ids, and the cache with this step's tokens."""
+        return self.registration.forward(self.config, params, cache, token_ids, batch, tap=tap)
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """hidden [R, D] -> f32[R, V]."""
+        return self.registration.logits(self.config, params, hidden)
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        """Every parameter by dotted path."""
+        return self.registration.leaves(self.config)
+
+    def cache_spec(self, page_size: int, dtype: str) -> CacheSpec:
+        """The cache groups of this model."""
+        return self.registration.cache_spec(self.config, page_size, dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return self.config.vocab_size
+
+
+_FAMILIES: Mapping[str, str] = {
+    "LlamaForCausalLM": "models.llama",
+    "Qwen3ForCausalLM": "models.qwen3",
+    "MistralForCausalLM": "models.mistral",
+    "InternLM2ForCausalLM": "models.internlm2",
+}
+
+
+def architectures() -> tuple[str, ...]:
+    """Every registered architecture name."""
+    return tuple(_FAMILIES)
+
+
+def get(architecture: str) -> Registration:
+    """The registration of an architecture name.
+
+    Raises:
+      ValueError: for an unknown name, with the known ones.
+    """
+    module = _FAMILIES.get(architecture)
+    if module is None:
+        raise ValueError(
+            f"architecture {architecture!r} is not registered; known: {', '.join(_FAMILIES)}"
+        )
+    return importlib.import_module(module).REGISTRATION
+
+
+def of_config(config: Mapping[str, Any]) -> Model:
+    """The model that a config.json describes.
+
+    Raises:
+      ValueError: no or unknown architecture, or a field that is missing or unsupported.
+    """
+    names = config.get("architectures") or ()
+    if not names:
+        raise ValueError("config.json names no architecture; add the field 'architectures'")
+    registration = get(names[0])
+    return registration.bind(registration.parse_config(config))

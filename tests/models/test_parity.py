@@ -1,0 +1,257 @@
+"""Logits against transformers' own classes, whose outputs lie in tests/goldens (see make.py there)."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import checkpoint, registry
+from tests.families import tiny
+from tests.models import forward_adapter
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+# The gate of the families' notes for attention models, in standard deviations of the logits.
+GATE = 5e-5
+ALL_NAMES = (*tiny.NAMES, *tiny.EPS_NAMES)
+
+
+@functools.cache
+def golden(name: str) -> Mapping[str, np.ndarray]:
+    with np.load(GOLDENS / f"{name}.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """name, config edit and leaf edit -> a model and its parameters."""
+
+    @functools.cache
+    def load_unedited(name: str):
+        return _load(name)
+
+    def _load(name: str, fields: Mapping[str, Any] | None = None, edit_leaves=None):
+        folder = tiny.write_checkpoint(name, tmp_path_factory.mktemp(name), overrides=fields)
+        model = registry.of_config(checkpoint.read_json_config(folder)[0])
+        leaves = model.leaves() if edit_leaves is None else edit_leaves(model)
+        source = checkpoint.open_source(folder)
+        return model, forward_adapter.load_params(model, source, leaves)
+
+    def load(name: str, fields=None, edit_leaves=None):
+        if fields is None and edit_leaves is None:
+            return load_unedited(name)
+        return _load(name, fields, edit_leaves)
+
+    return load
+
+
+def errors(name, model, params, lengths=None, **how) -> dict[int, float]:
+    """Largest error by prompt length, in standard deviations of the golden logits."""
+    stored = golden(name)
+    found = {}
+    for length in stored["lengths"] if lengths is None else lengths:
+        logits = forward_adapter.full_logits(model, params, stored[f"ids_{length}"], **how)
+        kept = logits[stored[f"positions_{length}"]]
+        found[int(length)] = float(np.abs(kept - stored[f"logits_{length}"]).max() / stored["std"])
+    return found
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_goldens_belong_to_these_weights(name):
+    """Else numpy makes other random numbers here: run tests/goldens/make.py again."""
+    assert str(golden(name)["weights"]) == tiny.digest(tiny.tensors(name))
+    for length in golden(name)["lengths"]:
+        assert (golden(name)[f"ids_{length}"] == tiny.random_ids(name, int(length))).all()
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_logits_equal_the_reference_at_every_length(name, tiny_model):
+    found = errors(name, *tiny_model(name), page_size=16)
+    assert len(found) == 10
+    assert max(found.values()) <= GATE, found
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_logits_equal_the_reference_across_page_and_chunk_borders(
+    name, chunk, page_size, tiny_model
+):
+    lengths = (17,) if chunk == 1 else (17, 65, 130)
+    found = errors(name, *tiny_model(name), lengths, page_size=page_size, chunk=chunk)
+    assert max(found.values()) <= GATE, found
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_decode_rows_equal_the_reference(name, tiny_model):
+    found = errors(name, *tiny_model(name), (17, 65), page_size=16, num_decoded=6)
+    found |= errors(name, *tiny_model(name), (16,), page_size=16, num_decoded=15)
+    assert max(found.values()) <= GATE, found
+
+
+# --- mistakes: each must be seen by at least one golden ------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One way to get a family wrong, as an edit of its config file, its config or its leaves."""
+
+    label: str
+    name: str
+    fields: Mapping[str, Any] | None = None
+    """Fields of config.json."""
+    config: Callable[[Any], Any] | None = None
+    """Parsed config -> the wrong one, after the weights are loaded."""
+    leaves: Callable[[registry.Model], Mapping[str, checkpoint.Leaf]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label}-{self.name}"
+
+
+def _edit_parts(model, edit: Callable[[checkpoint.Part], checkpoint.Part]):
+    return {
+        path: dataclasses.replace(leaf, parts=tuple(map(edit, leaf.parts)))
+        for path, leaf in model.leaves().items()
+    }
+
+
+def _before(part: checkpoint.Part, change: Callable[[np.ndarray], np.ndarray]) -> checkpoint.Part:
+    """The part with its stored array changed before it is arranged."""
+    return dataclasses.replace(part, arrange=lambda stored: part.arrange(change(stored)))
+
+
+def interleaved_rope(model):
+    """Rows of q and k in the order of interleaved pairs, as GGUF keeps them."""
+    head_dim = model.config.head_dim
+
+    def change(stored):
+        heads = stored.reshape(-1, 2, head_dim // 2, *stored.shape[1:])
+        return heads.swapaxes(1, 2).reshape(stored.shape)
+
+    def edit(part):
+        is_rotated = ".q_proj." in part.name or ".k_proj." in part.name
+        return _before(part, change) if is_rotated else part
+
+    return _edit_parts(model, edit)
+
+
+def plain_wqkv_order(model):
+    """Rows of wqkv read as all q heads, then k, then v."""
+    c = model.config
+
+    def change(stored):
+        q, k, v = np.split(
+            stored, [c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim]
+        )
+        parts = [x.reshape(c.num_kv_heads, -1, c.head_dim, stored.shape[1]) for x in (q, k, v)]
+        return np.concatenate(parts, axis=1).reshape(stored.shape)
+
+    return _edit_parts(model, lambda part: _before(part, change) if "wqkv" in part.name else part)
+
+
+def zeroed(fragment: str):
+    """Tensors whose name has `fragment` read as zeros."""
+
+    def leaves(model):
+        def edit(part):
+            return _before(part, np.zeros_like) if fragment in part.name else part
+
+        return _edit_parts(model, edit)
+
+    return leaves
+
+
+def swapped_gate_and_up(model):
+    """Gate and up in each other's place."""
+
+    def edit(part):
+        swaps = (("gate_proj", "up_proj"), ("up_proj", "gate_proj"), ("w1", "w3"), ("w3", "w1"))
+        for old, new in swaps:
+            if f".{old}." in part.name:
+                return dataclasses.replace(part, name=part.name.replace(old, new))
+        return part
+
+    return _edit_parts(model, edit)
+
+
+def kv_heads_tiled(model):
+    """Query head n reads kv head n % K, where the checkpoint means n // G."""
+    c = model.config
+
+    def change(stored):
+        heads = stored.reshape(c.group, c.num_kv_heads, c.head_dim, *stored.shape[1:])
+        return heads.swapaxes(0, 1).reshape(stored.shape)
+
+    def edit(part):
+        if ".q_proj." in part.name:
+            return _before(part, change)
+        if ".o_proj.weight" in part.name:
+            return _before(part, lambda stored: change(stored.T).T)
+        return part
+
+    return _edit_parts(model, edit)
+
+
+def replaced(**fields):
+    return lambda config: dataclasses.replace(config, **fields)
+
+
+def replaced_rope(**fields):
+    return lambda config: dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, **fields)
+    )
+
+
+MISTAKES = (
+    Mistake("llama3 scaling ignored", "llama", config=replaced_rope(kind="default")),
+    Mistake("llama3 original length ignored", "llama", config=replaced_rope(original_length=8192)),
+    Mistake("llama3 scaling taken as linear", "llama", config=replaced_rope(kind="linear")),
+    Mistake("window 8 for 7", "mistral_swa", config=replaced(sliding_window=8)),
+    Mistake("window 6 for 7", "mistral_swa", config=replaced(sliding_window=6)),
+    Mistake("window ignored", "mistral_swa", config=replaced(sliding_window=None)),
+    Mistake("q norm and k norm skipped", "qwen3", config=replaced(qk_norm=False)),
+    Mistake("q norm and k norm skipped", "qwen3_tied", config=replaced(qk_norm=False)),
+    *(
+        Mistake("interleaved rope", name, leaves=interleaved_rope)
+        for name in tiny.NAMES
+        if name != "internlm2"
+    ),
+    Mistake("wqkv read as q, k, v", "internlm2", leaves=plain_wqkv_order),
+    Mistake(
+        "dynamic rope taken as linear", "internlm2", config=replaced_rope(kind="linear", factor=2.0)
+    ),
+    Mistake("q and k biases missing", "llama_tied_bias", leaves=zeroed("q_proj.bias")),
+    Mistake("v bias missing", "llama_tied_bias", leaves=zeroed("v_proj.bias")),
+    Mistake("o bias missing", "llama_tied_bias", leaves=zeroed("o_proj.bias")),
+    Mistake("gate bias missing", "llama_tied_bias", leaves=zeroed("gate_proj.bias")),
+    Mistake("down bias missing", "llama_tied_bias", leaves=zeroed("down_proj.bias")),
+    *(Mistake("gate and up swapped", name, leaves=swapped_gate_and_up) for name in tiny.NAMES),
+    *(
+        Mistake("kv heads tiled over query heads", name, leaves=kv_heads_tiled)
+        for name in ("llama", "mistral_swa", "qwen3")
+    ),
+    *(
+        Mistake("rope theta of another family", name, config=replaced_rope(theta=5e5))
+        for name in tiny.NAMES
+    ),
+    *(
+        Mistake("eps 1e-5 for 1e-3", name, config=replaced(rms_norm_eps=1e-5))
+        for name in tiny.EPS_NAMES
+    ),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_mistake_turns_a_golden_red(mistake, tiny_model):
+    model, params = tiny_model(mistake.name, mistake.fields, mistake.leaves)
+    if mistake.config is not None:
+        wrong = mistake.config(model.config)
+        assert wrong != model.config
+        model = dataclasses.replace(model, config=wrong)
+    found = errors(mistake.name, model, params, page_size=16)
+    # Twice the gate: a mistake that rounding could hide or show is not held.
+    assert max(found.values()) > 2 * GATE, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import pathlib
 import statistics
 import time
@@ -77,7 +78,7 @@ class CoreStats:
     foreign_compiles: int
     """Compiles of other threads: legal."""
     host_ms: Mapping[str, float]
-    """Median milliseconds of schedule, launch and settle, waiting for the device aside."""
+    """Median milliseconds of schedule, pack, launch, wait (for the device) and settle."""
 
 
 class Core:
@@ -90,7 +91,7 @@ class Core:
         self._in_flight: collections.deque[Launch] = collections.deque()
         self._times: dict[str, collections.deque[float]] = {
             stage: collections.deque(maxlen=_TIMED_STEPS)
-            for stage in ("schedule", "launch", "wait", "settle")
+            for stage in ("schedule", "pack", "launch", "wait", "settle")
         }
 
     @classmethod
@@ -116,6 +117,9 @@ class Core:
         run = runner.start(config, model, source, stages)
         contract.prove(run, stages)
         run.guard.arm()
+        # Programs and parameters live as long as the engine: the collector need not visit them.
+        gc.collect()
+        gc.freeze()
         stages.finish()
         info = _info(config, run, described, generation, stages.seconds)
         return cls(Scheduler(_scheduler_config(run)), run, info)
@@ -166,10 +170,13 @@ class Core:
         if schedule is None:
             return None
         scheduled = time.perf_counter()
-        launch = self.runner.launch(schedule)
+        packed = self.runner.pack(schedule)
+        packed_at = time.perf_counter()
+        launch = self.runner.launch(packed)
         self._in_flight.append(launch)
         self._times["schedule"].append(scheduled - started)
-        self._times["launch"].append(time.perf_counter() - scheduled)
+        self._times["pack"].append(packed_at - scheduled)
+        self._times["launch"].append(time.perf_counter() - packed_at)
         return launch
 
     def _settle(self, launch: Launch) -> None:

@@ -51,6 +51,7 @@ def attend(
             scale=scale,
             window=window,
             block_pages=tiling.block_pages,
+            block_bytes=tiling.block_bytes,
         )
         return out.reshape(num_tokens, num_heads, head_dim), pool, is_bad
     out = api.prefill(
@@ -64,6 +65,7 @@ def attend(
         scale=scale,
         window=window,
         block_pages=tiling.block_pages,
+        block_bytes=tiling.block_bytes,
         tile_tokens=tiling.tile_tokens,
         tiles_at_once=tiling.tiles_at_once,
         max_chunk_rows=batch.max_chunk_rows,
@@ -95,6 +97,7 @@ def _add_decode_rows(
             scale=scale,
             window=window,
             block_pages=batch.tiling.block_pages,
+            block_bytes=batch.tiling.block_bytes,
         )[:, 0]
         return out.at[:num_rows].set(jnp.where(is_decode_row[:, None, None], rows, out[:num_rows]))
 

@@ -11,7 +11,9 @@ class Tiling:
     """How the plain attention walks pages and queries. Data of the device, chosen by the runner."""
 
     block_pages: int = flax.struct.field(pytree_node=False, default=16)
-    """Pages of keys and values attended at once."""
+    """Pages of keys and values attended at once, at most."""
+    block_bytes: int = flax.struct.field(pytree_node=False, default=2**29)
+    """Bytes of gathered keys and values attended at once, at most."""
     tile_tokens: int = flax.struct.field(pytree_node=False, default=32)
     """Query tokens of one chunk attended at once."""
     tiles_at_once: int = flax.struct.field(pytree_node=False, default=1)

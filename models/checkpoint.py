@@ -265,7 +265,7 @@ def _read_header(file: Path, data: mmap.mmap) -> dict[str, StoredTensor]:
         )
     try:
         header = json.loads(data[8:start])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{file.name} has a corrupt header ({error}); copy the file again"
         ) from error
@@ -347,6 +347,8 @@ def load(
       ValueError: tensors are missing, left over, empty or of another shape; at most five
         are named, with their total.
     """
+    for path, leaf in leaves.items():
+        _check_cover(path, leaf)
     _check_tensors(leaves, source.names(), ignore)
     sizes = {
         path: math.prod(leaf.shape) * _dtype(leaf, dtype).itemsize for path, leaf in leaves.items()
@@ -367,7 +369,6 @@ def _load_leaf(
     dtype: np.dtype,
     put: Callable[[np.ndarray, Leaf], jax.Array],
 ) -> jax.Array:
-    _check_cover(path, leaf)
     buffer = np.empty(leaf.shape, dtype)
     for part in leaf.parts:
         region = buffer[part.index]

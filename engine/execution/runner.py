@@ -59,6 +59,8 @@ class DeviceProfile:
     token_rungs: tuple[int, ...]
     max_chunk_rows: int
     tiling: Tiling
+    unroll: bool
+    """Write the sampler's searches out: command buffers do not record loops."""
     compiler_options: Mapping[str, Any]
     memory_bytes: int
     """What the allocator may hand out."""
@@ -85,6 +87,7 @@ def _cpu_profile(device: jax.Device) -> DeviceProfile:
         token_rungs=(128,),
         max_chunk_rows=8,
         tiling=Tiling(block_pages=16, tile_tokens=32, tiles_at_once=1),
+        unroll=False,
         compiler_options={},
         memory_bytes=int(pages),
         pool_bytes=2**29,
@@ -93,7 +96,7 @@ def _cpu_profile(device: jax.Device) -> DeviceProfile:
 
 def _gpu_profile(device: jax.Device, config: EngineConfig) -> DeviceProfile:
     stats = device.memory_stats() or {}
-    options: dict[str, Any] = {"xla_gpu_require_exclusive_lock": True}
+    options: dict[str, Any] = {}
     if not config.command_buffers:
         options["xla_gpu_enable_command_buffer"] = ""
     return DeviceProfile(
@@ -105,7 +108,8 @@ def _gpu_profile(device: jax.Device, config: EngineConfig) -> DeviceProfile:
         token_budget=2048,
         token_rungs=(512, 2048),
         max_chunk_rows=16,
-        tiling=Tiling(block_pages=16, tile_tokens=64, tiles_at_once=1024),
+        tiling=Tiling(block_pages=128, tile_tokens=64, tiles_at_once=1024),
+        unroll=True,
         compiler_options=options,
         memory_bytes=int(stats.get("bytes_limit", 0)),
         pool_bytes=None,
@@ -231,6 +235,15 @@ def choose_lane(config: EngineConfig, model: Model) -> Lane:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedSchedule:
+    """A schedule with its program and its packed array, which is never written again."""
+
+    schedule: Schedule
+    key: ProgramKey
+    flat: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """One step under way."""
 
@@ -277,20 +290,21 @@ class Runner:
         self.state: StepState = programs.fresh()
         self._eager_steps: dict[ProgramKey, Callable[..., Any]] = {}
 
-    def launch(self, schedule: Schedule) -> Launch:
-        """Starts one step. Its output is read later by `settle`."""
-        settings = self.settings
-        key = settings.ladder.key_of(schedule)
+    def pack(self, schedule: Schedule) -> PackedSchedule:
+        """Checks a schedule and lays it out for its program."""
+        key = self.settings.ladder.key_of(schedule)
         flat = pack(
-            schedule,
-            key,
-            max_slots=settings.max_slots,
-            vocab_size=self.model.vocab_size,
+            schedule, key, max_slots=self.settings.max_slots, vocab_size=self.model.vocab_size
         )
+        return PackedSchedule(schedule, key, flat)
+
+    def launch(self, packed: PackedSchedule) -> Launch:
+        """Starts one step. Its output is read later by `settle`."""
+        schedule, key = packed.schedule, packed.key
         at_once = self.programs.install_shape.rows
         for start in range(0, len(schedule.installs), at_once):
             self.install(schedule.installs[start : start + at_once])
-        self.state, output = self._step(key)(self.params, self.state, self._upload(flat))
+        self.state, output = self._step(key)(self.params, self.state, self._upload(packed.flat))
         output.copy_to_host_async()
         self._count(schedule, key)
         return Launch(schedule, key, output)
@@ -360,7 +374,13 @@ class Runner:
         if self.settings.lane != "eager":
             return self.programs.step(key)
         if key not in self._eager_steps:
-            step = make_step(self.model, key, self.shapes.tiling, self.shapes.num_groups)
+            step = make_step(
+                self.model,
+                key,
+                self.shapes.tiling,
+                self.shapes.num_groups,
+                unroll=self.shapes.unroll,
+            )
             self._eager_steps[key] = _unjitted(step)
         return self._eager_steps[key]
 
@@ -455,6 +475,7 @@ def _shapes(
     return ProgramShapes(
         model=model,
         tiling=settings.profile.tiling,
+        unroll=settings.profile.unroll,
         state=StateShape(
             max_slots=settings.max_slots,
             max_model_len=settings.max_model_len,

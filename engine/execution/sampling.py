@@ -98,6 +98,8 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     num_history: jax.Array,
+    *,
+    unroll: bool = False,
 ) -> Sampled:
     """Draws one id per row: edits, temperature, min-p, top-k, top-p, then Gumbel-max.
 
@@ -110,6 +112,7 @@ def sample(
       tables: lists of each row.
       history: i32[R, L], the row's ids so far, the prompt first; what follows them is not read.
       num_history: i32[R], how many they are, the id that produced the logits included.
+      unroll: write the searches' rounds out: slower to compile, but a GPU cannot record a loop.
 
     Returns:
       Sampled with N = LIMITS.logprobs alternatives, zeros unless some row wants any; entries past
@@ -118,12 +121,12 @@ def sample(
     """
     logits, nonfinite = _finite_rows(logits)
     edited = _edited(logits, rows, tables, history, num_history)
-    distances = _filtered(_distances(edited, rows), rows)
+    distances = _filtered(_distances(edited, rows), rows, unroll)
     token_ids = _drawn(distances, rows)
     reported = jnp.where((rows.processed_logprobs != 0)[:, None], -distances, logits)
     top_ids, top_logprobs = jax.lax.cond(
         jnp.any(rows.num_logprobs > 0),
-        lambda x: _top_logprobs(x, LIMITS.logprobs),
+        lambda x: _top_logprobs(x, LIMITS.logprobs, unroll),
         lambda x: _no_top_logprobs(x, LIMITS.logprobs),
         reported,
     )
@@ -132,7 +135,7 @@ def sample(
 
 
 def logprobs_of(
-    logits: jax.Array, targets: jax.Array, *, num_top: int
+    logits: jax.Array, targets: jax.Array, *, num_top: int, unroll: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Scores given ids under the softmax of the logits.
 
@@ -140,6 +143,7 @@ def logprobs_of(
       logits: f32[R, V]; -inf is an id that cannot come. A row with NaN or +inf scores -inf.
       targets: i32[R]; one outside the vocabulary is moved to its nearest end.
       num_top: alternatives to report.
+      unroll: write the rounds of the search for alternatives out.
 
     Returns:
       Log-probability f32[R] and rank i32[R] of the targets, ids i32[R, num_top] and
@@ -151,7 +155,7 @@ def logprobs_of(
     is_before = (logits > value) | ((logits == value) & (_token_ids(logits) < targets))
     ranks = 1 + _count(is_before)
     logprobs = _log_softmax_at(logits, targets)[:, 0]
-    return logprobs, ranks, *_top_logprobs(logits, num_top)
+    return logprobs, ranks, *_top_logprobs(logits, num_top, unroll)
 
 
 def _finite_rows(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -298,7 +302,7 @@ def _is_greedy(rows: SamplingRows) -> jax.Array:
     return rows.temperature < _TINY
 
 
-def _filtered(distances: jax.Array, rows: SamplingRows) -> jax.Array:
+def _filtered(distances: jax.Array, rows: SamplingRows, unroll: bool) -> jax.Array:
     """Masks what min-p, top-k and top-p drop; at least the likeliest id stays."""
     vocab_size = distances.shape[-1]
     # A greedy row's choice passes every filter; only its processed log-probabilities show them.
@@ -314,7 +318,7 @@ def _filtered(distances: jax.Array, rows: SamplingRows) -> jax.Array:
         top_p = jnp.where(has_top_p, rows.top_p, 1.0)
         return jax.lax.cond(
             jnp.any(has_top_k | has_top_p),
-            lambda x: _likeliest_kept(x, top_k, top_p),
+            lambda x: _likeliest_kept(x, top_k, top_p, unroll),
             lambda x: x,
             distances,
         )
@@ -324,7 +328,9 @@ def _filtered(distances: jax.Array, rows: SamplingRows) -> jax.Array:
     )
 
 
-def _likeliest_kept(distances: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _likeliest_kept(
+    distances: jax.Array, top_k: jax.Array, top_p: jax.Array, unroll: bool
+) -> jax.Array:
     """Masks all but the k nearest entries, and of those all but the nearest whose mass reaches p.
 
     Both keep a prefix of one order, nearest first and lower id first among equals. Such a prefix is
@@ -343,12 +349,12 @@ def _likeliest_kept(distances: jax.Array, top_k: jax.Array, top_p: jax.Array) ->
     everything = jnp.full_like(top_k, _MASKED), jnp.full_like(top_k, vocab_size)
     prefix = jax.lax.cond(
         jnp.any(top_k < vocab_size),
-        lambda: _top_k_prefix(keys, top_k),
+        lambda: _top_k_prefix(keys, top_k, unroll),
         lambda: everything,
     )
     last, num_shared = jax.lax.cond(
         jnp.any(top_p < 1.0),
-        lambda: _top_p_prefix(keys, distances, top_p, *prefix),
+        lambda: _top_p_prefix(keys, distances, top_p, *prefix, unroll),
         lambda: prefix,
     )
     shares_last = keys == last[:, None]
@@ -359,6 +365,7 @@ def _likeliest_kept(distances: jax.Array, top_k: jax.Array, top_p: jax.Array) ->
             jnp.int32(1),
             num_shared,
             vocab_size.bit_length(),
+            unroll,
         ),
         lambda: jnp.full_like(last, vocab_size),
     )
@@ -366,10 +373,10 @@ def _likeliest_kept(distances: jax.Array, top_k: jax.Array, top_p: jax.Array) ->
     return jnp.where(is_kept, distances, jnp.inf)
 
 
-def _top_k_prefix(keys: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _top_k_prefix(keys: jax.Array, top_k: jax.Array, unroll: bool) -> tuple[jax.Array, jax.Array]:
     # A row that keeps all must not depend on whether a neighbour made this search run.
     keeps_all = top_k >= keys.shape[-1]
-    last = _first_reaching(keys, jnp.int32(1), top_k, _KEY_BITS)
+    last = _first_reaching(keys, jnp.int32(1), top_k, _KEY_BITS, unroll)
     last = jnp.where(keeps_all, _MASKED, last)
     num_shared = top_k - _count(keys < last[:, None])
     return last, jnp.where(keeps_all, top_k, num_shared)
@@ -381,11 +388,12 @@ def _top_p_prefix(
     top_p: jax.Array,
     last: jax.Array,
     num_shared: jax.Array,
+    unroll: bool,
 ) -> tuple[jax.Array, jax.Array]:
     masses = jnp.exp(-distances)
     shared = num_shared.astype(jnp.float32) * _mass(last)
     wanted = top_p * (_sum(masses, keys < last[:, None]) + shared)
-    nucleus_last = jnp.minimum(_first_reaching(keys, masses, wanted, _KEY_BITS), last)
+    nucleus_last = jnp.minimum(_first_reaching(keys, masses, wanted, _KEY_BITS, unroll), last)
     missing = wanted - _sum(masses, keys < nucleus_last[:, None])
     num_missing = jnp.ceil(missing / jnp.maximum(_mass(nucleus_last), _TINY))
     num_present = jnp.where(nucleus_last < last, _count(keys == nucleus_last[:, None]), num_shared)
@@ -408,7 +416,7 @@ def _sum(weights: jax.Array, is_member: jax.Array) -> jax.Array:
 
 
 def _first_reaching(
-    keys: jax.Array, weights: jax.Array, wanted: jax.Array, num_bits: int
+    keys: jax.Array, weights: jax.Array, wanted: jax.Array, num_bits: int, unroll: bool
 ) -> jax.Array:
     """Finds bit by bit the smallest key up to which the entries of a row weigh enough.
 
@@ -417,6 +425,7 @@ def _first_reaching(
       weights: [R, V] or [], >= 0.
       wanted: [R], in the type of the weights.
       num_bits: of the largest key that may be found.
+      unroll: write the rounds out.
 
     Returns:
       i32[R], 2 ** num_bits - 1 where all entries below it weigh less than wanted.
@@ -427,7 +436,7 @@ def _first_reaching(
         falls_short = _sum(weights, keys < (found + bit)[:, None]) < wanted
         return jnp.where(falls_short, found + bit, found)
 
-    return jax.lax.fori_loop(0, num_bits, decide_bit, jnp.zeros_like(keys[:, 0]))
+    return jax.lax.fori_loop(0, num_bits, decide_bit, jnp.zeros_like(keys[:, 0]), unroll=unroll)
 
 
 # --- choice and report ---
@@ -471,7 +480,7 @@ def _log_softmax_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where(is_scored, (value - top) - log_total, -jnp.inf)
 
 
-def _top_logprobs(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+def _top_logprobs(logits: jax.Array, num: int, unroll: bool) -> tuple[jax.Array, jax.Array]:
     """Ids i32[R, num] and log-probabilities f32[R, num] of the likeliest, by max and mask."""
     keys = _ordered_bits(logits)
     num_rows, vocab_size = keys.shape
@@ -485,7 +494,7 @@ def _top_logprobs(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
         )
 
     ids = jnp.zeros((num_rows, num), jnp.int32)
-    _, ids = jax.lax.fori_loop(0, num, take, (keys, ids))
+    _, ids = jax.lax.fori_loop(0, num, take, (keys, ids), unroll=unroll)
     exists = jnp.arange(num, dtype=jnp.int32)[None, :] < vocab_size
     return ids, jnp.where(exists, _log_softmax_at(logits, ids), -jnp.inf)
 

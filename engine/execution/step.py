@@ -153,6 +153,8 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     kv_lens: jax.Array,
+    *,
+    unroll: bool,
 ) -> Sampled:
     """The head every program has: f32[logit rows, V] -> one id per logit row."""
     if key.sampler == "greedy":
@@ -162,7 +164,7 @@ def sample(
     assert packed.sampling is not None
     row_tables = jax.tree.map(lambda t: t.at[packed.slots].get(mode="clip"), tables)
     row_history = history.at[packed.slots].get(mode="clip")
-    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens)
+    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens, unroll=unroll)
 
 
 def score(
@@ -292,14 +294,17 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_step(
-    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int
+    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int, *, unroll: bool
 ) -> Callable[[Any, StepState, jax.Array], tuple[StepState, jax.Array]]:
-    """The step of one program: (params, state, packed batch) -> (state, packed output)."""
+    """The step of one program: (params, state, packed batch) -> (state, packed output).
+
+    `unroll` writes the sampler's searches out, for devices that cannot record a loop.
+    """
     parts = StepParts(
         unpack=_named("unpack", functools.partial(unpack, key, num_groups)),
         resolve_ids=_named("resolve_ids", functools.partial(resolve_ids, model.vocab_size)),
         forward=_named("forward", model.forward),
-        sample=_named("sample", functools.partial(sample, key)),
+        sample=_named("sample", functools.partial(sample, key, unroll=unroll)),
         score=_named("score", functools.partial(score, model)),
         accept=_named("accept", functools.partial(accept, key)),
     )

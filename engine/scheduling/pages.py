@@ -97,11 +97,12 @@ class PagePool:
         """How many of the pages have no owner."""
         return sum(page in self._idle for page in pages)
 
-    def audit(self, num_owners: np.ndarray) -> None:
+    def audit(self, num_owners: np.ndarray, cached: set[int]) -> None:
         """Checks the pool against the owners counted elsewhere.
 
         Args:
           num_owners: i64[num_pages], entry 0 ignored.
+          cached: pages whose content the prefix cache knows.
 
         Raises:
           AssertionError: naming the page and what is wrong.
@@ -117,6 +118,7 @@ class PagePool:
             places = (page in free) + (page in self._idle) + (owners > 0)
             assert places == 1, f"page {page} is in {places} places"
         assert set(self._idle) <= self._cached, "an idle page is not cached"
+        assert self._cached == cached, "pool and prefix cache disagree on what is cached"
 
 
 class PageGroup:

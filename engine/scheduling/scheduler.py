@@ -84,7 +84,6 @@ class Scheduler:
         self._draining: set[Choice] = set()  # preempted, last launch not settled
         self._in_flight: deque[Schedule] = deque()
         self._passed: deque[tuple[int, int, list[int]]] = deque()  # last step, group, pages
-        self._installs: list[Install] = []
         self._deltas: list[Delta] = []
         self._num_submitted = 0
         self._num_unstarted = 0
@@ -142,14 +141,13 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """The next step, booked as launched; None when nothing can run now."""
-        num_preemptions = self._num_preemptions
         decodes = self._secure_pages(self._decode_candidates())
-        if self._num_preemptions == num_preemptions:
-            self._admit()
+        installs = self._admit()
         decodes, chunks = self._select(decodes, self._chunk_candidates())
         if not len(decodes) and not chunks:
+            assert not installs, "who is admitted has a chunk to run"
             return None
-        schedule = self._build(decodes, chunks)
+        schedule = self._build(decodes, chunks, installs)
         self._in_flight.append(schedule)
         return schedule
 
@@ -200,7 +198,6 @@ class Scheduler:
             )
         named = {self._owners[slot] for one in schedules for slot in one.slots.tolist()}
         self._in_flight.clear()
-        self._installs.clear()
         self._ledger.num_in_flight[:] = 0
         for choice in named:
             assert choice is not None, "a launch in flight keeps its slots"
@@ -295,19 +292,24 @@ class Scheduler:
 
     # Admission.
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Install]:
+        """Gives slots and pages to waiting choices, in order, while there is room."""
+        installs: list[Install] = []
         num_active = int(np.count_nonzero(self._ledger.has_work))
         while len(self._queue) and self._free_slots and num_active < self._config.max_rows:
             choice = self._queue.peek()
             if any(other.order < choice.order for other in self._draining):
-                return  # who was preempted goes first, as soon as its last launch is settled
-            if not self._place(choice, num_active):
-                return
+                break  # who was preempted goes first, as soon as its last launch is settled
+            install = self._place(choice, num_active)
+            if install is None:
+                break
             self._queue.pop()
+            installs.append(install)
             num_active += 1
+        return installs
 
-    def _place(self, choice: Choice, num_active: int) -> bool:
-        """Gives a choice a slot and pages for its known ids; False when there is no room."""
+    def _place(self, choice: Choice, num_active: int) -> Install | None:
+        """Gives a choice a slot and pages for its known ids; None when there is no room."""
         request, ids = choice.request, choice.known_ids
         num_prefill = len(request.prompt_ids) if self._config.deterministic else len(ids)
         num_cached, cached = self._find_prefix(choice, num_prefill)
@@ -315,7 +317,7 @@ class Scheduler:
         for group, pages in zip(self._groups, cached, strict=True):
             count = group.config.pages_for(len(ids)) - len(pages)
             if group.pool.num_available - group.pool.count_idle(pages) < count + num_active:
-                return False
+                return None
             counts.append(count)
         slot = self._free_slots.pop()
         for group, pages, count in zip(self._groups, cached, counts, strict=True):
@@ -329,10 +331,9 @@ class Scheduler:
             if not choice.live.is_started:
                 choice.live.is_started = True
                 self._num_unstarted -= 1
-        self._installs.append(_install(choice, num_cached))
         self._prefix_query_tokens += num_prefill if self._caches_prefixes else 0
         self._prefix_hit_tokens += num_cached
-        return True
+        return _install(choice, num_cached)
 
     def _find_prefix(self, choice: Choice, num_prefill: int) -> tuple[int, tuple[list[int], ...]]:
         if not self._caches_prefixes:
@@ -468,7 +469,9 @@ class Scheduler:
 
     # Building a step.
 
-    def _build(self, decodes: np.ndarray, chunks: dict[int, int]) -> Schedule:
+    def _build(
+        self, decodes: np.ndarray, chunks: dict[int, int], installs: list[Install]
+    ) -> Schedule:
         ledger, config = self._ledger, self._config
         # Longest first: rows of like length stand together.
         decodes = decodes[np.argsort(-ledger.num_scheduled[decodes], kind="stable")]
@@ -508,9 +511,8 @@ class Scheduler:
                 for group in self._groups
             ),
             sampling=sampling,
-            installs=tuple(self._installs),
+            installs=tuple(installs),
         )
-        self._installs.clear()
         ledger.launch(self._next_step, slots, q_lens, samples)
         self._next_step += 1
         return schedule
@@ -717,7 +719,6 @@ class Scheduler:
         self._owners[slot] = None
         choice.slot = -1
         self._free_slots.append(slot)
-        self._installs = [install for install in self._installs if install.slot != slot]
 
     # Checks.
 
@@ -771,7 +772,7 @@ class Scheduler:
         for _, group_index, pages in self._passed:
             if group_index == index:
                 np.add.at(owners, pages, 1)
-        group.pool.audit(owners)
+        group.pool.audit(owners, self._cache.cached_pages(index))
         for schedule in self._in_flight:
             for row in schedule.page_tables[index]:
                 used = row[row > 0]

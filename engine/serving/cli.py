@@ -56,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(words: list[str], debug: bool) -> int:
     try:
         code = app(words, prog_name="treadle", standalone_mode=False)
-    except KeyboardInterrupt:
-        return _report("interrupted; what was written so far stays", _INTERRUPTED)
     except BrokenPipeError:
         # The reader of a pipe has seen enough; nothing of Python's own exit may write to it again.
         sys.stdout = None
@@ -72,11 +70,13 @@ def _run(words: list[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         return _report(*_worded(error))
+    if code == _INTERRUPTED:  # typer's code for Ctrl-C
+        return _report("interrupted; what was written so far stays", code)
     return code if isinstance(code, int) else 0
 
 
 def _worded(error: Exception) -> tuple[str, int]:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = _one_line(error)
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return f"{error.strerror}: {error.filename}" if error.filename else text, _BAD_INPUT
     if isinstance(error, ValueError | TypeError):
@@ -84,6 +84,14 @@ def _worded(error: Exception) -> tuple[str, int]:
     if isinstance(error, NotImplementedError | RuntimeError | OSError | MemoryError):
         return text, _OUR_FAULT
     return f"{type(error).__name__}: {text} (--debug shows where)", _OUR_FAULT
+
+
+def _one_line(error: Exception) -> str:
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    more = len(lines) - 1
+    return lines[0] + (f" (and {more} more lines; --debug shows all)" if more else "")
 
 
 def _report(message: str, code: int) -> int:

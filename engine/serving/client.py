@@ -13,6 +13,7 @@ import grpc.aio
 import numpy as np
 
 from engine.request import SamplingParams
+from engine.scheduling.scheduler import QueueFull
 from engine.serving import messages
 from engine.serving.outputs import (
     CompletionOutput,
@@ -21,7 +22,6 @@ from engine.serving.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from engine.serving.thread import QueueFull
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
 

@@ -250,17 +250,16 @@ class Frontend:
             raise ValueError(f"{name} is empty; give at least one token id")
         if len(ids) > self._max_model_len:
             raise self._too_long(len(ids))
-        if not isinstance(ids, np.ndarray):
-            _check_types(ids, name)
-        low, high = min(ids), max(ids)
+        array = ids if isinstance(ids, np.ndarray) else _integers(ids, name)
+        low, high = array.min(), array.max()
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
-            position = list(ids).index(bad)
+            position = int(np.argmax(array == bad))
             raise ValueError(
                 f"{name}[{position}] is {bad}, outside the vocabulary of {self._vocab_size} ids; "
                 f"ids lie in [0, {self._vocab_size - 1}]"
             )
-        return np.array(ids, dtype=np.int32)
+        return array.astype(np.int32)
 
     def _too_long(self, num_tokens: int) -> ValueError:
         return ValueError(
@@ -441,13 +440,17 @@ def _is_set(mapping: Mapping[str, Any], name: str) -> bool:
     return mapping.get(name) is not None
 
 
-def _check_types(ids: Sequence[Any], name: str) -> None:
+def _integers(ids: Sequence[Any], name: str) -> np.ndarray:
     for kind in set(map(type, ids)):
         if kind is bool or not issubclass(kind, int | np.integer):
             position = next(i for i, token_id in enumerate(ids) if type(token_id) is kind)
             raise TypeError(
                 f"{name}[{position}] is {ids[position]!r}, it must be a token id (an integer)"
             )
+    try:
+        return np.array(ids, dtype=np.int64)
+    except OverflowError:  # far outside any vocabulary, but still to be named
+        return np.array(ids, dtype=object)
 
 
 def _priority(priority: int) -> int:

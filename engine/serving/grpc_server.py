@@ -19,7 +19,7 @@ from grpc_health.v1.health import (
 from grpc_reflection.v1alpha import reflection
 
 from engine.serving import metrics
-from engine.serving.grpc_service import GenerationService
+from engine.serving.grpc_service import GenerationService, UnreadableRequests
 from engine.serving.thread import EngineDead
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
@@ -152,9 +152,10 @@ async def serve(
 
 def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Server:
     server = grpc.aio.server(
+        interceptors=(UnreadableRequests(),),
         options=(
             # Two servers on one port would each get half of the clients.
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", settings.max_receive_bytes),
             ("grpc.max_send_message_length", -1),
             # Gateways ping idle connections every 30 s, which gRPC's own defaults punish.
@@ -163,7 +164,7 @@ def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Se
             # Finds dead clients, whose requests would hold pages until their end.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-        )
+        ),
     )
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
     reflection.enable_server_reflection(
@@ -259,6 +260,7 @@ async def _drain(
     finally:
         for end in ends:
             end.cancel()
+    service.cut()
 
 
 def _stats_reader(llm: AsyncLLM) -> Callable[[], CoreStats | None]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import google.protobuf.message
 import grpc
 import grpc.aio
 
+from engine.scheduling.scheduler import QueueFull
 from engine.serving import messages, metrics, versions
 from engine.serving.outputs import RequestOutput, ScoreOutput
-from engine.serving.thread import EngineDead, QueueFull
+from engine.serving.thread import EngineDead
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
 
@@ -43,14 +45,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._detail = "starting"
         self._llm: AsyncLLM | None = None
         self._metrics: metrics.Metrics | None = None
-        self._num_calls = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._is_cut = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_calls(self) -> int:
         """Calls that hold the engine now."""
-        return self._num_calls
+        return len(self._calls)
 
     def report(self, stage: str, fraction: float, detail: str) -> None:
         """Notes how far start-up is."""
@@ -68,6 +71,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     def become_failed(self, reason: str) -> None:
         """Takes no more requests, because the engine was lost."""
         self._state, self._detail = pb.SERVER_STATE_FAILED, reason
+
+    def cut(self) -> None:
+        """Ends the calls that still hold the engine, with UNAVAILABLE."""
+        self._is_cut = True
+        for call in self._calls:
+            call.cancel()
 
     async def wait_idle(self) -> None:
         """Returns once no call holds the engine."""
@@ -176,11 +185,18 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         llm = self._llm
         if llm is None or self._state != pb.SERVER_STATE_READY:
             await self._refuse(context, grpc.StatusCode.UNAVAILABLE, self._unavailable())
-        self._num_calls += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
         self._idle.clear()
         try:
             yield llm
             return
+        except asyncio.CancelledError:
+            if not self._is_cut:  # the client is gone
+                raise
+            task.uncancel()
+            code, detail = grpc.StatusCode.UNAVAILABLE, "the server ends; try another replica"
         except (ValueError, TypeError) as error:
             code, detail = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         except QueueFull as error:
@@ -194,8 +210,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             _LOG.exception("a call failed")
             code, detail = grpc.StatusCode.INTERNAL, _FAULT
         finally:
-            self._num_calls -= 1
-            if self._num_calls == 0:
+            self._calls.discard(task)
+            if not self._calls:
                 self._idle.set()
         await self._refuse(context, code, detail)
 
@@ -278,3 +294,41 @@ async def _scored(
     finally:
         for task in tasks:
             task.cancel()
+
+
+class UnreadableRequests(grpc.aio.ServerInterceptor):
+    """Refuses bytes that are no message with INVALID_ARGUMENT; grpc itself would say UNKNOWN."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The call's handler, made to see bytes that it could not be given."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        return handler._replace(
+            request_deserializer=_tolerant(handler.request_deserializer),
+            **{kind: _refusing(getattr(handler, kind))},
+        )
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except google.protobuf.message.DecodeError as error:
+            return error
+
+    return read
+
+
+def _refusing(behave: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if isinstance(request, google.protobuf.message.DecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request)[:_DETAIL_CHARS])
+        return await behave(request, context)
+
+    return run

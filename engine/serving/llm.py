@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.request import Delta
 from engine.serving.frontend import Frontend, Params, Prepared, Prompt
 from engine.serving.outputs import OutputAssembler, RequestFailed, RequestOutput, ScoreOutput
-from engine.serving.thread import EngineDead, EngineThread
+from engine.serving.thread import EngineDead, EngineThread, Sink
 
 if TYPE_CHECKING:
     import rich.progress
@@ -48,6 +48,30 @@ class RenderedChat(TypedDict):
 
     prompt: str
     prompt_token_ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyModel:
+    """The served model for study: the very functions and parameters the engine runs.
+
+        llm.model.forward(llm.model.params, cache, token_ids, batch, tap=look)
+
+    Nothing here is donated by the engine. Drop it before `close()` is to free the memory.
+    """
+
+    forward: Callable[..., Any]
+    """(params, cache, token_ids, batch, *, tap) -> (hidden, cache), pure."""
+    logits: Callable[..., Any]
+    """(params, hidden) -> logits, pure."""
+    cache_spec: Callable[..., Any]
+    """(page_size, dtype) -> the cache groups `forward` needs."""
+    params: Any
+    """Parameters by dotted path, on the device."""
+    config: Any
+    """The architecture's sizes."""
+
+    def __repr__(self) -> str:
+        return f"StudyModel({self.config!r})"
 
 
 class _Face:
@@ -111,9 +135,9 @@ class _Face:
         return self._tokenizer
 
     @property
-    def model(self) -> Any:
-        """The model for study: `forward`, `logits`, `params`, `config`, as they are served."""
-        return self._thread.call(lambda core: core.model).result()
+    def model(self) -> StudyModel:
+        """The served model as pure functions and parameters."""
+        return self._thread.call(_study_model).result()
 
     def render_chat(
         self,
@@ -154,8 +178,8 @@ class _Face:
 
         return ChatTemplate.of(self._frontend.tokenizer("chat"))
 
-    def _assembler(self, prepared: Prepared) -> OutputAssembler:
-        return OutputAssembler(prepared, self._tokenizer, self._thread.abort)
+    def _submission(self, prepared: Prepared, sink: Sink) -> _Submission:
+        return _Submission(prepared, self._tokenizer, self._thread, sink)
 
     def __repr__(self) -> str:
         info = self._info
@@ -359,41 +383,44 @@ class LLM(_Face):
         self, prepared: Sequence[Prepared], label: str, *, use_progress_bar: bool
     ) -> list[OutputAssembler]:
         """Runs requests to their ends; on any way out none of them is left in the engine."""
-        assemblers = [self._assembler(one) for one in prepared]
+        submissions: list[_Submission] = []
         mailbox = _Mailbox()
         num_finished = 0
         try:
             for index, one in enumerate(prepared):
-                sink = functools.partial(mailbox.post, index, not one.request.params.stop)
-                self._thread.submit(one.request, sink)
+                can_wait = not one.request.params.stop
+                sink = functools.partial(mailbox.post, index, can_wait)
+                submissions.append(self._submission(one, sink))
+                submissions[-1].start()
             with _bar(label, len(prepared), is_shown=use_progress_bar) as advance:
                 while num_finished < len(prepared):
                     for index, event, when in mailbox.wait():
-                        assembler = assemblers[index]
                         if isinstance(event, Exception):
                             raise _at(index, len(prepared), event)
+                        if event.finish_reason == "error":
+                            _LOG.warning("request %s failed: %s", event.request_id, event.error)
+                        assembler = submissions[index].assembler
                         if not assembler.is_finished:
                             assembler.push(event, when)
                             num_finished += assembler.is_finished
                             advance(assembler.is_finished, len(event.token_ids))
         finally:
-            for assembler in assemblers:
-                if not assembler.is_finished:
-                    self._thread.abort(assembler.request.request_id)
-        return assemblers
+            for submission in submissions:
+                submission.end()
+        return [submission.assembler for submission in submissions]
 
     def _stream(self, prepared: Prepared) -> Iterator[RequestOutput]:
-        assembler = self._assembler(prepared)
         mailbox = _Mailbox()
+        submission = self._submission(prepared, functools.partial(mailbox.post, 0, False))
+        assembler = submission.assembler
         try:
-            self._thread.submit(prepared.request, functools.partial(mailbox.post, 0, False))
+            submission.start()
             while not assembler.is_finished:
                 for _, event, when in mailbox.wait():
                     _push(assembler, event, when)
                 yield assembler.delta()
         finally:
-            if not assembler.is_finished:
-                self._thread.abort(prepared.request.request_id)
+            submission.end()
 
 
 class AsyncLLM(_Face):
@@ -442,9 +469,8 @@ class AsyncLLM(_Face):
             priority=priority,
             cache_salt=cache_salt,
         )
-        assembler = self._assembler(prepared)
-        async with contextlib.aclosing(self._pushed(assembler)) as steps:
-            async for _ in steps:
+        async with contextlib.aclosing(self._steps(prepared)) as steps:
+            async for assembler in steps:
                 if mode == "delta":
                     yield assembler.delta()
                 elif mode == "cumulative" or assembler.is_finished:
@@ -470,11 +496,11 @@ class AsyncLLM(_Face):
             priority=priority,
             cache_salt=cache_salt,
         )
-        assembler = self._assembler(prepared)
-        async with contextlib.aclosing(self._pushed(assembler)) as steps:
-            async for _ in steps:
-                pass
-        return assembler.score()
+        async with contextlib.aclosing(self._steps(prepared)) as steps:
+            async for assembler in steps:
+                if assembler.is_finished:
+                    return assembler.score()
+        raise AssertionError("the steps of a request end with its finish")
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, whose iterator then finishes with "abort"; an unknown one is no error."""
@@ -504,22 +530,44 @@ class AsyncLLM(_Face):
             return await asyncio.to_thread(prepare, *arguments, **options)
         return prepare(*arguments, **options)
 
-    async def _pushed(self, assembler: OutputAssembler) -> AsyncGenerator[None]:
-        """Runs a request, yielding whenever its assembler has taken something in."""
+    async def _steps(self, prepared: Prepared) -> AsyncGenerator[OutputAssembler]:
+        """Runs a request, yielding its assembler whenever it has taken something in."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _AsyncMailbox(loop)
         reader = _Reader()
-        request = assembler.request
+        submission = self._submission(prepared, functools.partial(self._mailbox.post, reader))
+        assembler = submission.assembler
         try:
-            self._thread.submit(request, functools.partial(self._mailbox.post, reader))
+            submission.start()
             while not assembler.is_finished:
                 for event, when in await reader.take():
                     _push(assembler, event, when)
-                yield
+                yield assembler
         finally:
-            if not assembler.is_finished:
-                self._thread.abort(request.request_id)
+            submission.end()
+
+
+class _Submission:
+    """A request on its way through the engine; its events come to `sink`."""
+
+    def __init__(
+        self, prepared: Prepared, tokenizer: Tokenizer | None, thread: EngineThread, sink: Sink
+    ) -> None:
+        self._thread = thread
+        self._sink = sink
+        # By owner, so that a request of the same id that somebody else has live goes on.
+        self._abort = functools.partial(thread.abort, owner=sink)
+        self.assembler = OutputAssembler(prepared, tokenizer, self._abort)
+
+    def start(self) -> None:
+        """Hands the request in."""
+        self._thread.submit(self.assembler.request, self._sink)
+
+    def end(self) -> None:
+        """Ends the request if it was handed in and is not finished."""
+        if not self.assembler.is_finished:
+            self._abort(self.assembler.request.request_id)
 
 
 class _Mailbox:
@@ -580,7 +628,11 @@ class _AsyncMailbox:
         self._events.append((reader, event, time.perf_counter()))
         if not self._is_awake:
             self._is_awake = True
-            self.loop.call_soon_threadsafe(self._deliver)
+            try:
+                self.loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                self._is_awake = False  # each stream of a closed loop is to learn of it
+                raise
 
     def _deliver(self) -> None:
         # Cleared before reading: what comes in between wakes again, perhaps for nothing.
@@ -603,6 +655,11 @@ def _start_core(config: EngineConfig, *, progress: Progress | None) -> Core:
     from engine.core import Core
 
     return Core.start(config, progress=progress)
+
+
+def _study_model(core: Core) -> StudyModel:
+    model = core.model
+    return StudyModel(model.forward, model.logits, model.cache_spec, core.params, model.config)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:

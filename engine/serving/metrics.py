@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
 import prometheus_client.core
 import prometheus_client.registry
+
+from engine.request import FinishReason
 
 if TYPE_CHECKING:
     from engine.core import CoreStats, EngineInfo
@@ -51,22 +54,31 @@ class Metrics:
         info: EngineInfo,
         read_stats: Callable[[], CoreStats | None],
     ) -> None:
-        self._labels = {"model_name": info.model_name, "engine": _ENGINE}
-        names = tuple(self._labels)
+        labels = {"model_name": info.model_name, "engine": _ENGINE}
+        names = tuple(labels)
 
-        def counter(name: str, text: str, *extra: str) -> prometheus_client.Counter:
-            return prometheus_client.Counter(name, text, (*names, *extra), registry=registry)
+        # Bound here, so that a scrape before the first request shows zeros rather than nothing.
+        def counter(name: str, text: str) -> prometheus_client.Counter:
+            made = prometheus_client.Counter(name, text, names, registry=registry)
+            return made.labels(**labels)
 
         def seconds(name: str, text: str) -> prometheus_client.Histogram:
-            return prometheus_client.Histogram(
+            made = prometheus_client.Histogram(
                 name, text, names, registry=registry, buckets=_SECONDS
             )
+            return made.labels(**labels)
+
+        def counters(name: str, text: str, extra: str) -> Callable[[str], Any]:
+            made = prometheus_client.Counter(name, text, (*names, extra), registry=registry)
+            return lambda value: made.labels(**labels, **{extra: value})
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
         self._output_tokens = counter("vllm:generation_tokens", "Tokens produced for them.")
-        self._success = counter(
+        self._success = counters(
             "vllm:request_success", "Choices ended, by their reason.", "finished_reason"
         )
+        for reason in typing.get_args(FinishReason):
+            self._success(reason)
         self._first_token = seconds(
             "vllm:time_to_first_token_seconds", "Arrival to the first token."
         )
@@ -75,24 +87,24 @@ class Metrics:
             "Mean time between two tokens of a request's choices.",
         )
         self._latency = seconds("vllm:e2e_request_latency_seconds", "Arrival to the end.")
-        self._refused = counter("treadle:requests_refused", "Requests not taken.", "code")
-        registry.register(_CoreCollector(info, self._labels, read_stats))
+        self._refused = counters("treadle:requests_refused", "Requests not taken.", "code")
+        registry.register(_CoreCollector(info, labels, read_stats))
 
     def finish(self, request: FinishedRequest) -> None:
         """Counts one request that ended."""
-        self._prompt_tokens.labels(**self._labels).inc(request.num_prompt_tokens)
-        self._output_tokens.labels(**self._labels).inc(request.num_output_tokens)
+        self._prompt_tokens.inc(request.num_prompt_tokens)
+        self._output_tokens.inc(request.num_output_tokens)
         for reason in request.finish_reasons:
-            self._success.labels(**self._labels, finished_reason=reason).inc()
-        self._latency.labels(**self._labels).observe(request.total_seconds)
+            self._success(reason).inc()
+        self._latency.observe(request.total_seconds)
         if request.first_token_seconds is None:
             return
-        self._first_token.labels(**self._labels).observe(request.first_token_seconds)
+        self._first_token.observe(request.first_token_seconds)
         # Choices run side by side, so a token of one is a token of each in the same time.
         per_choice = request.num_output_tokens / max(len(request.finish_reasons), 1)
         if per_choice > 1:
             rest = request.total_seconds - request.first_token_seconds
-            self._per_token.labels(**self._labels).observe(rest / (per_choice - 1))
+            self._per_token.observe(rest / (per_choice - 1))
 
     def refuse(self, code: str) -> None:
         """Counts one request that was not taken.
@@ -100,7 +112,7 @@ class Metrics:
         Args:
           code: status code by name, as `INVALID_ARGUMENT`.
         """
-        self._refused.labels(**self._labels, code=code).inc()
+        self._refused(code).inc()
 
 
 @contextlib.contextmanager

@@ -326,7 +326,6 @@ class _Choice:
         self._stop_id: int | None = None
         self._text: list[str] = []
         self._num_decoded = 0
-        self._is_flushed = False
         self._num_taken = 0
         self._num_texts_taken = 0
         self._is_end_taken = False
@@ -399,7 +398,6 @@ class _Choice:
         del self._token_ids[self._num_decoded :]
         del self._logprobs[self._num_decoded :]
         self.finish_reason, self._stop_reason = "stop", stop
-        self._is_flushed = True
 
     def _decode(self) -> None:
         """Turns ids that have come into text, up to a stop string's match."""
@@ -425,10 +423,9 @@ class _Choice:
             self._text.append(text)
 
     def _flush(self) -> None:
-        """Ends the text, once: what was held back for a stop string or a whole character."""
-        if self._is_flushed or self._detokenizer is None:
+        """Ends the text with what was held back; a second call adds nothing."""
+        if self._detokenizer is None:
             return
-        self._is_flushed = True
         rest = self._detokenizer.flush()
         if self._stops is not None:
             rest = self._stops.flush(rest).text

@@ -52,6 +52,7 @@ class _Abort:
     request_id: str
     reason: str
     choice: int | None
+    owner: Sink | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +123,29 @@ class EngineThread:
         """
         self._put(_Submit(request, sink))
 
-    def abort(self, request_id: str, reason: str = "abort", choice: int | None = None) -> None:
+    def abort(
+        self,
+        request_id: str,
+        reason: str = "abort",
+        choice: int | None = None,
+        *,
+        owner: Sink | None = None,
+    ) -> None:
         """Ends a request or one choice of it; one that is not live, or a dead engine, is no error.
 
         The sink still receives the finishing delta of every choice that was open.
+
+        Args:
+          request_id: of the request.
+          reason: "abort", or "stop" for a stop string.
+          choice: None ends all choices.
+          owner: the sink handed in with the request. Whoever ends what it submitted itself names
+            it, so that a request of the same id, live when this one was refused or submitted when
+            it had finished, goes on.
         """
         with self._lock:
             if self._failure is None:
-                self._inbox.put(_Abort(request_id, reason, choice))
+                self._inbox.put(_Abort(request_id, reason, choice, owner))
 
     def call[T](self, function: Callable[[Core], T]) -> concurrent.futures.Future[T]:
         """Runs `function(core)` on the engine's thread between two steps.
@@ -174,14 +190,18 @@ class EngineThread:
         except BaseException as error:
             _LOG.exception("the engine failed and takes no more requests")
             self._die(f"the engine failed: {_named(error)}; make a new one")
-        finally:
+        try:
             core.close()
+        except Exception:
+            _LOG.exception("the engine's core did not close cleanly")
 
     def _serve(self, core: Core) -> None:
         is_busy = False
         while self._take_commands(core, should_wait=not is_busy):
             is_busy = core.step()
             self._deliver(core, core.poll())
+            if not is_busy and not core.is_idle:
+                raise RuntimeError("requests are live but none of them can run")
 
     def _take_commands(self, core: Core, *, should_wait: bool) -> bool:
         """Obeys what has come in; False when the engine is to end."""
@@ -194,8 +214,10 @@ class EngineThread:
             match command:
                 case _Submit(request, sink):
                     self._submit(core, request, sink)
-                case _Abort(request_id, reason, choice):
-                    core.abort(request_id, reason, choice)
+                case _Abort(request_id, reason, choice, owner):
+                    live = self._live.get(request_id)
+                    if owner is None or (live is not None and live.sink is owner):
+                        core.abort(request_id, reason, choice)
                 case _Call(function, future):
                     _answer(future, function, core)
                 case _:

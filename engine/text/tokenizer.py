@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+
+from models.gguf import read_header
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -117,11 +118,7 @@ class Tokenizer:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; give a .gguf file")
-        try:
-            fields = gguf.GGUFReader(path).fields
-        except Exception as error:  # the reader lets numpy's errors through on truncated files
-            raise ValueError(f"{path} is no readable GGUF file ({error}); copy it again") from error
-        return _from_gguf_metadata(path, fields)
+        return _from_gguf_metadata(path, read_header(path).metadata)
 
     @property
     def has_chat_template(self) -> bool:
@@ -341,10 +338,9 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 _CONTROL, _USER_DEFINED = 3, 4  # token types that are matched in text before any merge
 
 
-def _from_gguf_metadata(path: Path, fields: Mapping[str, gguf.ReaderField]) -> Tokenizer:
+def _from_gguf_metadata(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     def read(name: str) -> Any:
-        field = fields.get(f"tokenizer.{name}")
-        return None if field is None else field.contents()
+        return metadata.get(f"tokenizer.{name}")
 
     kind, pre = read("ggml.model"), read("ggml.pre")
     if kind != "gpt2":

@@ -22,6 +22,7 @@ def decode(
     scale: float,
     window: int | None,
     block_pages: int,
+    block_bytes: int,
 ) -> jax.Array:
     """Attends rows of equal query length to their pages.
 
@@ -33,7 +34,8 @@ def decode(
       kv_lens: i32[R]; 0 marks a padding row, whose output is zero.
       scale: multiplies the scores.
       window: positions a query sees, itself included; None: all before it.
-      block_pages: pages attended at once; the result's last bits depend on it.
+      block_pages: pages attended at once, at most; the result's last bits depend on it.
+      block_bytes: bytes of gathered pages at once, at most.
 
     Returns:
       [R, Q, N, H] in q's dtype.
@@ -41,7 +43,7 @@ def decode(
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[1]
     grouped = q.reshape(rows, queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = _attend(grouped, pool, page_table, positions, kv_lens, scale, window, block_pages)
+    out = _attend(grouped, pool, page_table, positions, kv_lens, scale, window, block_pages, block_bytes)
     return out.reshape(rows, queries, num_heads, head_dim).astype(q.dtype)
 
 
@@ -57,6 +59,7 @@ def prefill(
     scale: float,
     window: int | None,
     block_pages: int,
+    block_bytes: int,
     tile_tokens: int,
     tiles_at_once: int,
     max_chunk_rows: int,
@@ -73,7 +76,8 @@ def prefill(
       num_decode: i32[], leading rows that are not chunks.
       scale: multiplies the scores.
       window: positions a query sees, itself included.
-      block_pages: pages attended at once.
+      block_pages: pages attended at once, at most.
+      block_bytes: bytes of gathered pages at once, at most.
       tile_tokens: queries of one tile.
       tiles_at_once: tiles attended at once.
       max_chunk_rows: rows that can be chunks.
@@ -85,6 +89,7 @@ def prefill(
     num_kv_heads = pool.shape[1]
     tile_tokens = min(tile_tokens, num_tokens)
     num_tiles = -(-num_tokens // tile_tokens) + max_chunk_rows
+    tiles_at_once = min(tiles_at_once, num_tiles)
     num_groups = -(-num_tiles // tiles_at_once)
     tile_rows, tile_starts, tile_lens = _tiles(
         cu_q_lens, num_decode, tile_tokens, num_groups * tiles_at_once
@@ -106,6 +111,7 @@ def prefill(
             scale,
             window,
             block_pages,
+            block_bytes,
         )
         # Lanes past a tile's end carry an index past the array, which the scatter drops.
         targets = jnp.where(is_query, tokens, num_tokens)
@@ -149,12 +155,14 @@ def _attend(
     scale: float,
     window: int | None,
     block_pages: int,
+    block_bytes: int,
 ) -> jax.Array:
     """q [B, Q, K, G, H] against the first kv_lens[B] tokens of each row -> f32 [B, Q, K, G, H]."""
     batch, queries, num_kv_heads, group, head_dim = q.shape
     page_size = pool.shape[3]
     width = page_table.shape[1]
-    block_pages = min(block_pages, width)
+    bytes_per_page = batch * pool[0].size * pool.dtype.itemsize
+    block_pages = max(1, min(block_pages, width, block_bytes // bytes_per_page))
     num_blocks = -(-width // block_pages)
     table = jnp.pad(page_table, ((0, 0), (0, num_blocks * block_pages - width)))
     blocks = table.reshape(batch, num_blocks, block_pages).swapaxes(0, 1)

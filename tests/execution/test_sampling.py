@@ -406,7 +406,7 @@ def test_bad_word_of_one_id_never_comes():
     [((5, 4, 6), 14), ((4, 6), 14), ((6,), 15), ((4, 6, 5), 15), ((6, 4), 15), ((4, 5, 6), 15)],
 )
 def test_bad_word_of_three_ids_is_never_completed(history, token_id):
-    words = ((4, 6, 15), (1, 2, 3, 4, 5, 6, 7, 15))
+    words = ((4, 6, 15), (6, 6, 15), (1, 2, 3, 4, 5, 6, 7, 15))
     row = Row(np.arange(16.0), history=history, bad_words=words, columns={"temperature": 0.0})
     assert run_in_row([row] * NUM_ROWS, 9)["token_ids"] == token_id
 
@@ -445,10 +445,11 @@ def test_all_but_one_masked_reports_minus_infinity_not_nan():
     assert result["top_logprobs"][:5].tolist() == [0.0] + [-INF] * 4
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_everything_masked_still_answers_an_id(temperature):
+def test_everything_masked_still_answers_an_id(temperature, filters):
     row = Row(np.arange(16.0), allowed=(6,), stop_ids=(6,))
-    row.columns = {"min_tokens": 1, "temperature": temperature, "top_k": 3, "top_p": 0.5}
+    row.columns = {"min_tokens": 1, "temperature": temperature, **filters}
     row.columns |= {"processed_logprobs": 1, "num_logprobs": 5}
     result = run_in_row([row] * NUM_ROWS, 0)
     assert result["token_ids"] == 0
@@ -621,6 +622,13 @@ def test_given_ids_are_scored_with_rank_and_alternatives():
             assert ranks[r] == 1 + order.tolist().index(targets[r])
             np.testing.assert_array_equal(top_ids[r], order[:num_top])
             np.testing.assert_allclose(top_logprobs[r], expected[order[:num_top]], rtol=1e-5)
+
+
+def test_zeros_of_both_signs_are_equals():
+    logits = jnp.asarray(np.array([[-1.0, -0.0, 0.0, -0.0]], np.float32))
+    _, ranks, top_ids, _ = sampling.logprobs_of(logits, jnp.array([2]), num_top=4)
+    assert ranks.tolist() == [2]
+    assert top_ids.tolist() == [[1, 2, 3, 0]]
 
 
 def test_given_ids_outside_the_vocabulary_and_broken_rows_score_without_nan():

@@ -1,4 +1,4 @@
-"""Runs a model's pure forward over one prompt, as the engine would: paged, in chunks or row by row."""
+"""Runs a model's pure forward over one prompt as the engine would: paged, in chunks, row by row."""
 
 import functools
 from collections.abc import Mapping
@@ -27,12 +27,16 @@ def load_params(
     )
 
 
+# One size serves every prompt of the goldens, so that a model compiles once for all lengths.
+MAX_TOKENS = 144
+
+
 def full_logits(
     model: Model,
     params: Mapping[str, object],
     ids: np.ndarray,
     page_size: int,
-    chunk: int | None = None,
+    chunk: int = MAX_TOKENS,
     num_decoded: int = 0,
 ) -> np.ndarray:
     """f32[T, V] logits of every position of one prompt.
@@ -40,21 +44,20 @@ def full_logits(
     Args:
       model: configured registration.
       params: as from load_params.
-      ids: i32[T].
+      ids: i32[T], at most MAX_TOKENS.
       page_size: tokens of a page; pages lie in the pool in descending order.
-      chunk: tokens of one prefill step; None takes them all at once.
+      chunk: tokens of one prefill step; the last one is padded to it.
       num_decoded: tokens at the end that go one by one through a decode program.
     """
-    num_pages = -(-len(ids) // page_size)
+    num_pages = -(-MAX_TOKENS // page_size)
     table = np.arange(num_pages, 0, -1, dtype=np.int32)
     spec = model.cache_spec(page_size, "float32")
     pools = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.pool_shapes(num_pages + 1)
     )
     split = len(ids) - num_decoded
-    chunk = split if chunk is None else chunk
     out = []
-    for start in range(0, split, max(chunk, 1)):
+    for start in range(0, split, chunk):
         some = ids[start : min(start + chunk, split)]
         step = _prefill_step(len(spec.groups), table, start, len(some), chunk)
         logits, pools = _run(model, params, pools, _padded(some, chunk), step)

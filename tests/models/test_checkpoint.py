@@ -233,6 +233,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("header", "num_bytes", "message"),
     [
         (b"{not json}", 8, "corrupt header"),
+        (b"[" * 100_000, 8, "corrupt header"),
         (b"[1, 2, 3, 4]", 8, r"corrupt header \(not a table\)"),
         (b"\xff\xfe\xff\xfe\xff\xfe\xff\xfe\xff\xfe", 8, "corrupt header"),
         ({"w": GOOD | {"dtype": "F31"}}, 8, "corrupt entry for tensor w"),

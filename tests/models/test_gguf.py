@@ -1,6 +1,8 @@
+import functools
 import importlib.util
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf as package
@@ -128,6 +130,23 @@ def test_computed_values_come_in_the_callers_dtype_by_blocks(tmp_path, monkeypat
     half = source.read(name, np.dtype(np.float16))
     assert half.dtype == np.float16
     assert (half == source.read(name).astype(np.float16)).all()
+
+
+def test_a_computed_tensor_never_exists_in_a_wider_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "DEQUANTIZE_ELEMENTS", 1 << 14)
+    tensors = random_tensors() | {"token_embd.weight": np.ones((8192, D), np.float32)}
+    source = gguf.GGUFSource(write(tmp_path / "model.gguf", tensors, Type.Q4_1))
+    read = functools.partial(source.read, "model.embed_tokens.weight", np.dtype(np.float16))
+    read()  # Lazy tables of the package exist from here on.
+    tracemalloc.start()
+    try:
+        array = read()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.nbytes == 8192 * D * 2
+    # A float32 copy would be 3 x; blocks of 16,384 elements are 1/16 of the array in float32.
+    assert peak < 1.5 * array.nbytes
 
 
 def test_a_name_without_an_hf_twin_is_kept_and_so_refused_by_load(tmp_path):

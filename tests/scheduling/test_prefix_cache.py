@@ -105,10 +105,10 @@ def test_prompt_around_a_page_border_is_equal_cold_and_warm(length, deterministi
 
 def test_pages_are_not_shared_between_salts():
     driver = Driver(config())
-    for name, salt in [("a", b""), ("b", b"x"), ("c", b"x")]:
+    for name, salt in [("a", b""), ("b", b"x"), ("c", b"y"), ("d", b"x")]:
         driver.submit(request(name, list(range(9)), 2, salt=salt))
         driver.run()
-    assert [driver.finished[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 8]
+    assert [driver.finished[name, 0].num_cached_tokens for name in "abcd"] == [0, 0, 0, 8]
 
 
 def test_new_weights_and_a_reset_miss():
@@ -124,6 +124,18 @@ def test_new_weights_and_a_reset_miss():
     assert [cached("c"), cached("d")] == [0, 8]
     driver.scheduler.reset_prefix_cache(weights_version=1)
     assert [cached("e"), cached("f")] == [0, 8]
+
+
+def test_reset_while_requests_run_keeps_their_pages_and_hides_old_weights():
+    driver = Driver(config(max_chunk=4, groups=(GroupConfig(6, 4),)))
+    for name in "ab":
+        driver.submit(request(name, list(range(13)), 3))
+    driver.launch()
+    assert driver.scheduler.num_waiting == 1, "b has no room but knows its keys"
+    driver.scheduler.reset_prefix_cache(weights_version=1)
+    driver.scheduler.audit()
+    driver.run()
+    assert driver.finished["b", 0].num_cached_tokens == 0, "b read what old weights made"
 
 
 def test_next_turn_reads_the_pages_of_outputs_except_in_deterministic_mode():

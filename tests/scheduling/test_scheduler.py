@@ -122,6 +122,19 @@ def test_only_the_last_chunk_samples_and_decode_rows_carry_poison():
     driver.run()
 
 
+def test_sync_lane_sends_the_true_id_and_waits_for_it():
+    driver = Driver(config(ids_from_host=True))
+    driver.submit(endless())
+    driver.launch()
+    assert driver.scheduler.schedule() is None, "its newest id is not known yet"
+    driver.settle()
+    schedule = driver.scheduler.schedule()
+    assert schedule.kinds.tolist() == [RowKind.DECODE | RowKind.SAMPLES]
+    assert schedule.token_ids.tolist() == driver.ids["a", 0]
+    driver.device.launch(schedule)
+    driver.run()
+
+
 def test_schedule_arrays_do_not_change_after_launch():
     driver = Driver(config())
     for name in range(3):
@@ -244,6 +257,15 @@ def test_stop_ids_of_neighbours_do_not_mix():
     assert 0 in reasons and len(reasons) > 2
 
 
+def test_stop_ids_of_a_slots_last_owner_are_forgotten():
+    driver = Driver(config(max_rows=1, max_slots=1))
+    driver.submit(endless("a", stop_ids=tuple(range(11))))
+    driver.submit(endless("b"))
+    driver.run()
+    assert driver.finished["a", 0].finish_reason == "stop"
+    assert len(driver.ids["b", 0]) == 20
+
+
 def test_stop_id_before_min_tokens_does_not_end_the_output():
     # Ledger row STOP-14.
     ids, _, _ = solo(endless(), 0)
@@ -320,6 +342,7 @@ def test_result_for_another_owner_of_the_slot_is_never_taken():
         (RowFault.NONFINITE_LOGITS, "a logit was not finite"),
         (None, "0 ids came back where one was due"),
     ],
+    ids=["id", "kv", "logits", "nothing"],
 )
 def test_flagged_row_fails_its_request_by_name_and_no_other(fault, message):
     driver = Driver(config())
@@ -349,13 +372,13 @@ def test_flagged_row_fails_its_request_by_name_and_no_other(fault, message):
 
 
 def test_failed_launches_end_their_requests_and_the_others_start_again():
-    driver = Driver(config(max_rows=2, max_slots=3, max_chunk=2, token_budget=2))
-    driver.submit(endless("a", length=6))
-    driver.submit(endless("b", length=6))
-    driver.submit(endless("c", length=6))
+    driver = Driver(config(max_chunk=2, token_budget=2, max_chunk_rows=1))
+    for name in "abc":
+        driver.submit(endless(name, length=6))
     for _ in range(6):
         driver.step(depth=1)
     driver.launch()
+    assert driver.scheduler.num_running == 3
     named = {
         driver.scheduler._owners[s].request.request_id for s in driver.device.pending[0][0].slots
     }
@@ -406,6 +429,31 @@ def test_newest_choice_is_preempted_and_the_oldest_never():
     driver.run()
     assert victims and "a" not in victims and victims[0] == "d"
     assert [name for name, _ in driver.finished] == ["a", "b", "c", "d"]
+
+
+def test_admission_keeps_a_page_for_each_running_row():
+    driver = Driver(config(groups=(GroupConfig(4, 4),), prefix_cache=False))
+    driver.submit(endless("a", length=4, max_tokens=4))
+    driver.submit(endless("b", length=8, max_tokens=1))
+    driver.launch()
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (1, 1)
+    driver.run()
+    assert driver.scheduler.stats.num_preemptions == 0
+
+
+def test_nobody_overtakes_a_preempted_choice_whose_launches_are_in_flight():
+    driver = Driver(config(groups=(GroupConfig(99, 4),)))
+    driver.submit(endless("a"))
+    driver.launch()
+    driver.launch()
+    driver.scheduler._preempt(driver.scheduler._requests["a"].choices[0].slot)
+    driver.submit(endless("b"))
+    assert not driver.launch() and driver.scheduler.num_waiting == 1
+    driver.settle()
+    assert not driver.launch()
+    driver.settle()
+    assert driver.launch() and driver.scheduler.num_waiting == 0
+    driver.run()
 
 
 def test_outputs_in_flight_at_a_preemption_are_kept_once_and_resume_waits():
@@ -467,6 +515,9 @@ def test_choices_differ_hit_the_first_ones_pages_and_end_alone():
     driver.submit(endless(length=13, n=3))
     driver.launch()
     assert driver.scheduler.num_running == 1 and driver.scheduler.num_waiting == 2
+    for _ in range(6):
+        driver.step()
+    assert driver.scheduler.num_running == 3, "they start when its prompt is settled"
     driver.run()
     assert [driver.finished["a", choice].num_cached_tokens for choice in range(3)] == [0, 12, 12]
     assert len({tuple(ids) for ids in driver.ids.values()}) == 3
@@ -538,7 +589,7 @@ def test_nothing_is_left_after_many_short_requests():
             driver.abort(str(name))
     driver.run()
     scheduler = driver.scheduler
-    assert not scheduler._requests and not scheduler._draining and not scheduler._installs
+    assert not scheduler._requests and not scheduler._draining
     assert not scheduler._passed and not scheduler._queue._heap
     assert scheduler.schedule() is None and scheduler.take_deltas() == []
 

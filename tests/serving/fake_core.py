@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from engine.config import LIMITS, EngineConfig, Limits
@@ -35,7 +35,7 @@ class FakeInfo:
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = 256
     eos_ids: tuple[int, ...] = (EOS,)
-    generation_defaults: Mapping[str, Any] = MappingProxyType({})
+    generation_defaults: Mapping[str, Any] = types.MappingProxyType({})
     lane: str = "overlap"
     depth: int = 2
     dtype: str = "float32"
@@ -43,7 +43,7 @@ class FakeInfo:
     num_pages: int = 64
     max_rows: int = 8
     num_programs: int = 3
-    stage_seconds: Mapping[str, float] = MappingProxyType({"load": 0.1, "compile": 0.2})
+    stage_seconds: Mapping[str, float] = types.MappingProxyType({"load": 0.1, "compile": 0.2})
     plan: str = "weights 1 MiB, pools 1 MiB"
     device: str = "cpu"
     weights_version: int = 0
@@ -58,15 +58,17 @@ class FakeStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_free_pages: int = 63
-    num_pages: int = 63
+    free_pages: int = 63
+    total_pages: int = 63
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    steps_by_lane: Mapping[str, int] = MappingProxyType({})
-    rows_by_source: Mapping[str, int] = MappingProxyType({})
+    steps: Mapping[str, int] = types.MappingProxyType({})
+    device_rows: int = 0
+    host_rows: int = 0
     compiles_after_ready: int = 0
-    host_ms: Mapping[str, float] = MappingProxyType({})
+    foreign_compiles: int = 0
+    host_ms: Mapping[str, float] = types.MappingProxyType({})
 
 
 class FakeTokenizer:
@@ -150,7 +152,10 @@ class FakeCore:
         error_prompts: frozenset[int] = frozenset(),
     ) -> None:
         self.info = info or FakeInfo()
-        self.model = object()
+        self.model = types.SimpleNamespace(
+            forward=len, logits=abs, cache_spec=max, config={"hidden_size": 4}
+        )
+        self.params = {"embed": 0}
         self.num_steps = 0
         self.is_closed = False
         self.aborts: list[tuple[str, str, int | None]] = []
@@ -213,6 +218,11 @@ class FakeCore:
             self._advance(one)
         return True
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is live."""
+        return not self._live()
+
     def poll(self) -> list[Delta]:
         """Deltas since the last poll."""
         deltas, self._deltas = self._deltas, []
@@ -223,9 +233,10 @@ class FakeCore:
         return FakeStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            steps_by_lane={"overlap": self.num_steps, "sync": 0, "eager": 0},
-            rows_by_source={"device": self.num_steps, "host": len(self.submitted)},
-            host_ms={"schedule": 0.1, "pack": 0.1, "launch": 0.1, "settle": 0.1},
+            steps={"overlap": self.num_steps, "sync": 0, "eager": 0},
+            device_rows=self.num_steps,
+            host_rows=len(self.submitted),
+            host_ms={"schedule": 0.1, "launch": 0.1, "wait": 0.1, "settle": 0.1},
         )
 
     def reset_prefix_cache(self) -> None:

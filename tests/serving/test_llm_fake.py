@@ -1,4 +1,6 @@
 import asyncio
+import dataclasses
+import functools
 import gc
 import pathlib
 import subprocess
@@ -12,10 +14,11 @@ import engine
 from engine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from engine.config import Limits
 from engine.scheduling.scheduler import QueueFull
+from engine.serving import llm as faces
 from engine.serving import outputs
 from engine.serving.outputs import RequestFailed
 from engine.serving.thread import EngineDead
-from tests.serving.fake_core import BOS, EOS, FakeCore, FakeTokenizer
+from tests.serving.fake_core import BOS, EOS, FakeCore, FakeInfo, FakeStats, FakeTokenizer
 
 _ROOT = pathlib.Path(engine.__file__).parents[1]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -31,6 +34,11 @@ class Made:
             core_factory=lambda config, progress: self.core,
             tokenizer=tokenizer,
         )
+
+    async def becomes_idle(self):
+        """Waits on the event loop: once that is closed, the engine drops its streams by itself."""
+        while (stats := await self.llm.stats()).num_running or stats.num_waiting:
+            await asyncio.sleep(0.005)
 
     def idle_stats(self):
         """Counters once nothing runs: aborts are obeyed at the next step."""
@@ -159,7 +167,9 @@ def test_with_block_and_garbage_close_the_core():
 
 def test_model_and_stats_are_the_cores(make):
     made = make()
-    assert made.llm.model is made.core.model
+    model = made.llm.model
+    assert (model.forward, model.logits, model.params) == (len, abs, made.core.params)
+    assert repr(model) == "StudyModel({'hidden_size': 4})"
     assert made.llm.stats().num_running == 0
     made.llm.reset_prefix_cache()
 
@@ -173,6 +183,16 @@ def test_missing_tokenizer_leaves_ids(tmp_path):
             llm.generate("text")
         with pytest.raises(ValueError, match="chat needs a tokenizer"):
             llm.chat([{"role": "user", "content": "x"}])
+
+
+def test_fake_core_has_the_real_ones_face():
+    from engine.core import Core, CoreStats, EngineInfo
+
+    for fake, real in ((FakeInfo, EngineInfo), (FakeStats, CoreStats)):
+        names = [[field.name for field in dataclasses.fields(one)] for one in (fake, real)]
+        assert names[0] == names[1]
+    for name in vars(FakeCore):
+        assert name.startswith("_") or hasattr(Core, name)
 
 
 # generate.
@@ -380,7 +400,8 @@ def test_interrupt_aborts_what_was_submitted(make, monkeypatch):
         made.llm.generate(["a"] * 20, [short] + [endless] * 19, use_progress_bar=False)
     assert pushed
     assert made.idle_stats().num_running == 0
-    assert len({one[0] for one in made.core.aborts}) == 20
+    # The short one had ended by itself.
+    assert len({one[0] for one in made.core.aborts}) == 19
 
 
 def test_progress_bar_does_not_disturb_the_outputs(make, capsys):
@@ -524,9 +545,11 @@ def test_async_request_that_is_given_up_is_aborted(make, ends):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+        else:
+            del stream
+        await made.becomes_idle()
 
     asyncio.run(run())
-    assert made.idle_stats().num_running == 0
     assert made.core.num_steps < 250
 
 
@@ -534,12 +557,12 @@ def test_async_request_cancelled_while_it_waits_for_its_first_id_is_aborted(make
     made = make(AsyncLLM, step_seconds=0.05)
 
     async def run():
-        async with asyncio.timeout(0.02):
-            await collect(made.llm.generate("p", SamplingParams(max_tokens=250)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await collect(made.llm.generate("p", SamplingParams(max_tokens=250)))
+        await made.becomes_idle()
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(run())
-    assert made.idle_stats().num_running == 0
+    asyncio.run(run())
     assert made.core.num_steps < 250
 
 
@@ -593,6 +616,43 @@ def test_async_errors_reach_their_own_caller(make):
         assert sum(len(o.outputs[0].token_ids) for o in await good) == 8
 
     asyncio.run(run())
+
+
+def test_streams_of_an_event_loop_that_was_closed_under_them_are_dropped(make):
+    made = make(AsyncLLM, step_seconds=0.01)
+    loop = asyncio.new_event_loop()
+    mailbox = faces._AsyncMailbox(loop)
+    sinks = [functools.partial(mailbox.post, faces._Reader()) for _ in range(3)]
+    loop.close()
+    for index, sink in enumerate(sinks):
+        endless = SamplingParams(max_tokens=250, ignore_eos=True)
+        prepared = made.llm.frontend.prepare([1], endless, request_id=f"r{index}")
+        made.llm._thread.submit(prepared.request, sink)
+    assert made.idle_stats().num_running == 0
+    assert len(made.core.aborts) == 3
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_async_second_request_of_a_live_id_leaves_the_first_alone(make, is_cancelled):
+    # SCHED-32: also when the second is given up before its refusal is known.
+    made = make(AsyncLLM, step_seconds=0.005)
+
+    async def run():
+        params = SamplingParams(temperature=0.0, max_tokens=40)
+        first = asyncio.ensure_future(collect(made.llm.generate("p", params, request_id="mine")))
+        while not made.core.submitted:
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(collect(made.llm.generate("p", params, request_id="mine")))
+        await asyncio.sleep(0)
+        if is_cancelled:
+            second.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else ValueError):
+            await second
+        return await first
+
+    pieces = asyncio.run(run())
+    assert sum(len(piece.outputs[0].token_ids) for piece in pieces) == 40
+    assert made.core.aborts == []
 
 
 def test_async_score_and_long_text(make):

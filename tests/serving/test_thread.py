@@ -163,6 +163,23 @@ def test_live_request_id_is_refused_and_may_be_used_again_later(engine):
     assert len(third.ids()) == 5
 
 
+def test_abort_by_an_owner_reaches_its_own_request_alone(engine):
+    thread, core = engine(step_seconds=0.001)
+    first, second = Collector(), Collector()
+    thread.submit(request(max_tokens=30), first)
+    thread.submit(request(max_tokens=30), second)
+    thread.abort("r", owner=second)
+    assert len(first.ids()) == 30
+    thread.submit(request(max_tokens=30), second)
+    thread.abort("r", "stop", 0, owner=first)
+    assert isinstance(second.next(), ValueError)
+    assert len(second.ids()) == 30
+    thread.submit(request(max_tokens=10**6), second)
+    thread.abort("r", owner=second)
+    assert second.until_finished()[-1].finish_reason == "abort"
+    assert len(core.aborts) == 1
+
+
 def test_request_the_core_refuses_fails_alone(engine):
     thread, _ = engine(limits=Limits(queued_requests=0))
     sink = Collector()
@@ -188,6 +205,22 @@ def test_failing_core_fails_every_live_request_by_name_and_marks_the_engine_dead
     thread.abort("r0")
     thread.close()
     assert core.is_closed
+
+
+def test_live_requests_that_cannot_run_fail_instead_of_waiting_for_ever(engine):
+    thread, core = engine()
+    core.step = lambda: False
+    sink = Collector()
+    thread.submit(request(), sink)
+    with pytest.raises(EngineDead, match="requests are live but none of them can run"):
+        sink.until_finished()
+
+
+def test_core_that_does_not_close_cleanly_is_logged(engine, caplog):
+    thread, core = engine()
+    core.close = lambda: 1 / 0
+    thread.close()
+    assert "did not close cleanly" in caplog.text
 
 
 def test_request_handed_in_while_the_engine_dies_is_not_lost():

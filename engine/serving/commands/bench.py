@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import rich.box
 import rich.console
 import rich.table
 import typer
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)")
 _WARM_UP_TOKENS = 8
+_FILE_WIDTH = 160
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ def bench(
             with console.status(f"measuring {one}"):
                 results.append(measure(llm, one, rng))
         report = {"conditions": _conditions(config, llm), "results": [_plain(r) for r in results]}
-    rich.console.Console().print(_table(results))
+    _print(_table(results))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
@@ -162,10 +164,20 @@ def _plain(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
+def _print(table: rich.table.Table) -> None:
+    console = rich.console.Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)  # a file has no edge to fold at
+    console.print(table)
+
+
 def _table(results: list[Result]) -> rich.table.Table:
     stages = list(dict.fromkeys(stage for result in results for stage in result.host_ms))
-    table = rich.table.Table(title="random ids, greedy, prefill spread over the steps")
-    for heading in ("shape", "out tok/s", "all tok/s", "ms/out step", "first token s", "seconds"):
+    table = rich.table.Table(
+        caption="random ids, greedy; prefill is spread over the steps", box=rich.box.SIMPLE
+    )
+    table.add_column("shape", justify="right", no_wrap=True)
+    for heading in ("out tok/s", "all tok/s", "ms/out step", "first token s", "seconds"):
         table.add_column(heading, justify="right")
     for stage in stages:
         table.add_column(f"{stage} ms", justify="right")

@@ -53,7 +53,9 @@ def demo(
 
     The first run compiles; later ones read the compiled programs from the compilation cache.
     """
-    changes = {} if engine.max_model_len else {"max_model_len": 512}
+    # One short answer needs few programs, and programs are what the first run waits for.
+    small = {"max_model_len": 512, "max_rows": 2}
+    changes = {name: value for name, value in small.items() if getattr(engine, name) is None}
     config = engine.config(str(model_path()), **changes)
     console = startup.error_console()
     answers = rich.console.Console(highlight=False)

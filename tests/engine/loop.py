@@ -1,0 +1,139 @@
+"""Drives a Core to the end of its requests and gathers what came back; rebuilds its scheduler too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.request import Delta, Request, SamplingParams, TokenLogprobs
+from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.scheduler import Scheduler
+
+
+@dataclasses.dataclass
+class Output:
+    """Everything one choice of one request gave."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+    def take(self, delta: Delta) -> None:
+        """Adds what is new; nothing may follow an end."""
+        assert self.finish_reason is None, f"{delta.request_id} goes on after its end"
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None and not self.token_ids
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish_reason, self.stop_id = delta.finish_reason, delta.stop_id
+        self.error, self.num_cached_tokens = delta.error, delta.num_cached_tokens
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """What must not depend on neighbours, order or cache: ids, numbers and the end."""
+        return (
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.prompt_logprobs,
+            self.finish_reason,
+            self.stop_id,
+        )
+
+
+Outputs = dict[tuple[str, int], Output]
+"""By request id and choice."""
+
+
+def start(model: object, **changes: Any) -> Core:
+    """A Core with few programs whose compiles the test run's own cache keeps."""
+    settings: dict[str, Any] = {
+        "max_model_len": 256,
+        "row_rungs": (8,),
+        "token_rungs": (64,),
+        "token_budget": 64,
+        "compilation_cache": None,
+    }
+    return Core.start(EngineConfig(model=str(model), **settings | changes))
+
+
+def request(
+    name: str,
+    prompt_ids: Sequence[int] | np.ndarray,
+    max_tokens: int = 8,
+    stop_ids: tuple[int, ...] = (),
+    priority: int = 0,
+    salt: bytes = b"",
+    **params: Any,
+) -> Request:
+    """A validated request; greedy unless told otherwise, its seed made from its name."""
+    return Request(
+        request_id=name,
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        params=SamplingParams(**{"temperature": 0.0} | params),
+        stop_ids=stop_ids,
+        eos_ids=stop_ids[:1],
+        max_tokens=max_tokens,
+        seed=int.from_bytes(name.encode()[-8:].rjust(8, b"s"), "little"),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def take(core: Core, outputs: Outputs) -> None:
+    """Adds the deltas of a Core to `outputs`."""
+    for delta in core.poll():
+        outputs.setdefault((delta.request_id, delta.choice), Output()).take(delta)
+
+
+def run(core: Core, requests: Iterable[Request]) -> Outputs:
+    """Submits everything, steps until idle, and checks that no slot or page stays taken."""
+    outputs: Outputs = {}
+    for one in requests:
+        core.submit(one)
+    while not core.is_idle:
+        assert core.step(), "stuck: live requests, but nothing to launch or settle"
+        take(core, outputs)
+    take(core, outputs)
+    assert_released(core)
+    return outputs
+
+
+def assert_released(core: Core) -> None:
+    """Idle, every invariant holds and every page has no owner."""
+    assert core.is_idle
+    core.scheduler.audit()
+    stats = core.stats()
+    assert stats.free_pages == stats.total_pages, "a page leaked"
+
+
+def scheduler_config(core: Core) -> SchedulerConfig:
+    """What the Core's scheduler was built from."""
+    return core.scheduler._config
+
+
+def rescheduled(core: Core, *, num_pages: int | None = None, **changes: Any) -> Core:
+    """A Core over the same programs and weights with a fresh state and another scheduler.
+
+    `num_pages` may be fewer than the pools hold. `ids_from_host` makes it the sync lane. The runner is
+    shared: use one of them at a time.
+    """
+    config = scheduler_config(core)
+    if num_pages is not None:
+        group = dataclasses.replace(config.groups[0], num_pages=num_pages)
+        changes["groups"] = (group,)
+    config = dataclasses.replace(config, **changes)
+    lane, depth = ("sync", 1) if config.ids_from_host else ("overlap", core.info.depth)
+    runner = core.runner
+    runner.settings = dataclasses.replace(runner.settings, lane=lane, depth=depth)
+    runner.reset_state()
+    return Core(Scheduler(config), runner, core.info)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Lane
 from engine.execution import contract, runner
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
@@ -68,7 +68,7 @@ class CoreStats:
     prefix_hits: int
     """Prompt tokens found there."""
     preemptions: int
-    steps: Mapping[str, int]
+    steps: Mapping[Lane, int]
     """Steps by lane."""
     device_rows: int
     """Rows whose newest id came from the device."""
@@ -156,7 +156,11 @@ class Core:
 
         Returns:
           False when nothing was launched or settled.
+
+        Raises:
+          RuntimeError: the engine's own thread compiled something after ready.
         """
+        self.runner.guard.check()
         launch = self._launch()
         is_full = len(self._in_flight) >= self.runner.settings.depth
         if not self._in_flight or not (is_full or launch is None):
@@ -224,6 +228,11 @@ class Core:
                 for stage, times in self._times.items()
             },
         )
+
+    def reset_times(self) -> None:
+        """Forgets the host times so far, so that a measurement reads its own steps alone."""
+        for times in self._times.values():
+            times.clear()
 
     def close(self) -> None:
         """Gives the device's memory back. Live requests are dropped."""

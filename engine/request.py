@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Literal
+import reprlib
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams:
     """How tokens are chosen, in the words every client writes.
 
+    Numpy numbers and any list, tuple, set or one-dimensional array are taken and made plain.
+
     Raises:
       ValueError: naming the field, its value and the limit.
+      TypeError: naming the field, its value and the type it needs.
     """
 
     n: int = 1
@@ -75,17 +79,8 @@ class SamplingParams:
     """Report log-probabilities after penalties, bias, temperature and filters instead of before."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                object.__setattr__(self, name, (value,))
-            elif isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.bad_word_ids, list):
-            object.__setattr__(self, "bad_word_ids", tuple(tuple(w) for w in self.bad_word_ids))
+        for name, plain in _PLAIN.items():
+            object.__setattr__(self, name, plain(name, getattr(self, name)))
         validate_params(self, LIMITS)
 
     @property
@@ -120,25 +115,24 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
 
 
 def validate_params(params: SamplingParams, limits: Limits) -> None:
-    """Checks types, ranges and counts that need no model.
+    """Checks ranges and counts that need no model; the types were checked when it was built.
 
     Raises:
       ValueError: naming the field, its value and the limit.
-      TypeError: naming the field and the type it needs.
     """
     for name, low, high, span in _RANGES:
-        value = _number(params, name)
+        value = _finite(params, name)
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}, it must lie in {span}")
-    penalty = _number(params, "repetition_penalty")
+    penalty = _finite(params, "repetition_penalty")
     if not 0.0 < penalty <= 100.0:
         raise ValueError(f"repetition_penalty is {penalty}, it must lie in (0, 100]")
-    _count(params, "n", 1, limits.n)
-    _count(params, "top_k", -1, 2**31 - 1)
-    _count(params, "min_tokens", 0, 2**31 - 1)
-    _count(params, "prompt_logprobs_start", 0, 2**31 - 1)
+    _check_count(params, "n", 1, limits.n)
+    _check_count(params, "top_k", -1, 2**31 - 1)
+    _check_count(params, "min_tokens", 0, 2**31 - 1)
+    _check_count(params, "prompt_logprobs_start", 0, 2**31 - 1)
     if params.max_tokens is not None:
-        _count(params, "max_tokens", 0, 2**31 - 1)
+        _check_count(params, "max_tokens", 0, 2**31 - 1)
         if params.min_tokens > params.max_tokens:
             raise ValueError(
                 f"min_tokens is {params.min_tokens} but max_tokens is {params.max_tokens}; "
@@ -146,22 +140,29 @@ def validate_params(params: SamplingParams, limits: Limits) -> None:
             )
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
-            _count(params, name, 0, limits.logprobs)
-    if params.seed is not None and (
-        not isinstance(params.seed, int)
-        or isinstance(params.seed, bool)
-        or not -(2**63) <= params.seed < 2**64
-    ):
-        raise ValueError(f"seed is {params.seed!r}, it must be a 64-bit integer")
+            _check_count(params, name, 0, limits.logprobs)
+    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+        raise ValueError(f"seed is {params.seed}, it must be a 64-bit integer")
     _validate_lists(params, limits)
+
+
+def _finite(params: SamplingParams, name: str) -> int | float:
+    value = getattr(params, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, it must be finite")
+    return value
+
+
+def _check_count(params: SamplingParams, name: str, low: int, high: int) -> None:
+    value = getattr(params, name)
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}, it must lie in [{low}, {high}]")
 
 
 def _validate_lists(params: SamplingParams, limits: Limits) -> None:
     if len(params.stop) > limits.stop_strings:
         raise ValueError(f"stop has {len(params.stop)} strings, the limit is {limits.stop_strings}")
     for text in params.stop:
-        if not isinstance(text, str):
-            raise TypeError(f"stop holds {type(text).__name__}, it must hold strings")
         if not text:
             raise ValueError("stop holds an empty string, which would end every output; remove it")
         if len(text) > limits.stop_string_chars:
@@ -175,9 +176,8 @@ def _validate_lists(params: SamplingParams, limits: Limits) -> None:
     num_bad = len(params.bad_words) + len(params.bad_word_ids)
     if num_bad > limits.bad_words:
         raise ValueError(f"bad_words has {num_bad} entries, the limit is {limits.bad_words}")
-    for word in params.bad_words:
-        if not isinstance(word, str) or not word:
-            raise ValueError(f"bad_words holds {word!r}, it must hold non-empty strings")
+    if "" in params.bad_words:
+        raise ValueError("bad_words holds an empty string, it must hold words; remove it")
     for ids in params.bad_word_ids:
         if not 1 <= len(ids) <= limits.bad_word_ids:
             raise ValueError(
@@ -189,8 +189,8 @@ def _validate_lists(params: SamplingParams, limits: Limits) -> None:
                 f"logit_bias has {len(params.logit_bias)} ids, the limit is {limits.logit_bias}"
             )
         for token_id, bias in params.logit_bias.items():
-            if not isinstance(bias, int | float) or math.isnan(bias) or abs(bias) > 100:
-                raise ValueError(f"logit_bias[{token_id}] is {bias!r}, it must lie in [-100, 100]")
+            if not -100 <= bias <= 100:  # NaN too
+                raise ValueError(f"logit_bias[{token_id}] is {bias}, it must lie in [-100, 100]")
     allowed = params.allowed_token_ids
     if allowed is not None and not 1 <= len(allowed) <= limits.allowed_ids:
         raise ValueError(
@@ -198,21 +198,107 @@ def _validate_lists(params: SamplingParams, limits: Limits) -> None:
         )
 
 
-def _number(params: SamplingParams, name: str) -> float:
-    value = getattr(params, name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, it must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}, it must be finite")
-    return float(value)
+# Each turns what a caller wrote for a field into plain Python values: a numpy number and its
+# Python twin are the same request on every path, the wire included.
 
 
-def _count(params: SamplingParams, name: str, low: int, high: int) -> None:
-    value = getattr(params, name)
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, it must be an integer")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}, it must lie in [{low}, {high}]")
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    raise TypeError(f"{name} is {reprlib.repr(value)}, it must be a number")
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    raise TypeError(f"{name} is {reprlib.repr(value)}, it must be an integer")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} is {reprlib.repr(value)}, it must be True or False")
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not _is_list(value):
+        raise TypeError(f"{name} is {reprlib.repr(value)}, it must be a string or a list of them")
+    for one in value:
+        if not isinstance(one, str):
+            raise TypeError(f"{name} holds {reprlib.repr(one)}, it must hold strings")
+    return tuple(map(str, value))
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not _is_list(value):
+        raise TypeError(f"{name} is {reprlib.repr(value)}, it must be a list of integers")
+    for one in value:
+        if not isinstance(one, int | np.integer) or isinstance(one, bool):
+            raise TypeError(f"{name} holds {reprlib.repr(one)}, it must hold integers")
+    return tuple(map(int, value))
+
+
+def _words_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not _is_list(value):
+        raise TypeError(f"{name} is {reprlib.repr(value)}, it must be a list of lists of integers")
+    for one in value:
+        if not _is_list(one):
+            raise TypeError(f"{name} holds {reprlib.repr(one)}, it must hold lists of integers")
+    return tuple(_ids(name, one) for one in value)
+
+
+def _biases(name: str, value: Any) -> Mapping[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} is {reprlib.repr(value)}, it must be a mapping of integer ids to numbers"
+        )
+    return {
+        ids: _number(f"{name}[{ids}]", bias)
+        for ids, bias in zip(_ids(name, tuple(value)), value.values(), strict=True)
+    }
+
+
+def _is_list(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray)
+
+
+def _optional[T](plain: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
+    return lambda name, value: None if value is None else plain(name, value)
+
+
+_PLAIN: Mapping[str, Callable[[str, Any], Any]] = {
+    "n": _integer,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "min_p": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "repetition_penalty": _number,
+    "logit_bias": _optional(_biases),
+    "allowed_token_ids": _optional(_ids),
+    "bad_words": _texts,
+    "bad_word_ids": _words_of_ids,
+    "max_tokens": _optional(_integer),
+    "min_tokens": _integer,
+    "stop": _texts,
+    "stop_token_ids": _ids,
+    "ignore_eos": _flag,
+    "include_stop_str_in_output": _flag,
+    "skip_special_tokens": _flag,
+    "seed": _optional(_integer),
+    "logprobs": _optional(_integer),
+    "prompt_logprobs": _optional(_integer),
+    "prompt_logprobs_start": _integer,
+    "processed_logprobs": _flag,
+}
+"""What makes each field of `SamplingParams` plain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +334,12 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """What is new about one choice of one request since its last delta."""
+class Delta(NamedTuple):
+    """What is new about one choice of one request since its last delta.
+
+    A named tuple, because a step builds one per row: 0.85 us against 2.2 us for a frozen dataclass
+    (2-core CPU machine, 2026-11-29).
+    """
 
     request_id: str
     choice: int

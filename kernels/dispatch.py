@@ -1,4 +1,4 @@
-"""Picks, for one op, the first implementation that does not decline, and remembers why others did."""
+"""Picks an op's first implementation that does not decline, and remembers why others did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of one layer over its cache group: writes this step's KV, then attends decode rows and chunks."""
+"""Attention of one layer over its cache group: writes a step's KV, then attends its tokens."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _add_decode_rows(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Fills the leading tokens of a mixed step, one per decode row, which `prefill` left at zero."""
+    """Fills a mixed step's leading tokens, one per decode row, which `prefill` left at zero."""
     num_rows = min(batch.kv_lens.shape[0], q.shape[0])
     is_decode_row = jnp.arange(num_rows, dtype=jnp.int32) < batch.num_decode
 

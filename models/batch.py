@@ -1,4 +1,4 @@
-"""What a forward reads of one step besides its token ids: where each token stands and which pages it may see."""
+"""What a forward reads of a step besides token ids: where tokens stand, which pages they may see."""
 
 from __future__ import annotations
 

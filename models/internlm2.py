@@ -40,5 +40,6 @@ REGISTRATION = Registration(
     forward=decoder.forward,
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
+    example=decoder.EXAMPLE,
     device_token_ids=True,
 )

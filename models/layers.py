@@ -79,12 +79,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
     Args:
       x: [..., D].
-      scale: [D] in x's dtype.
+      scale: [..., D] in x's dtype, matching x's last dimensions.
       eps: added to the mean square inside the root.
     """
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
-    return (wide * inverse).astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+    return (wide * inverse).astype(x.dtype) * jnp.expand_dims(
+        scale, tuple(range(x.ndim - scale.ndim))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ class RopeConfig:
     original_length: int = 8192
 
     def inverse_frequencies(self) -> np.ndarray:
-        """f32[head_dim / 2]. llama3 scaling: Llama 3.1 model card and Hugging Face's rope utilities."""
+        """f32[head_dim / 2]. llama3 scaling: Llama 3.1 model card, Hugging Face's rope utilities."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         base = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         if self.kind == "linear":

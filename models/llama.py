@@ -1,4 +1,4 @@
-"""Llama: the plain dense decoder, with optional biases and llama3 rope scaling. SmolLM2's GGUF loads as this."""
+"""Llama: the plain dense decoder, with optional biases and llama3 rope scaling."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ REGISTRATION = Registration(
     forward=decoder.forward,
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
+    example=decoder.EXAMPLE,
     ignores=ignores,
     device_token_ids=True,
 )

@@ -30,5 +30,6 @@ REGISTRATION = Registration(
     forward=decoder.forward,
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
+    example={**decoder.EXAMPLE, "sliding_window": 24},
     device_token_ids=True,
 )

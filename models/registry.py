@@ -1,4 +1,4 @@
-"""Architecture names and what stands behind each: config parser, weights, forward, caches, capabilities."""
+"""Architecture names and what each stands for: config, weights, forward, caches, capabilities."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Registration:
     """logits(config, params, hidden [R, D]) -> f32[R, V]."""
     cache_spec: Callable[[Any, int, str], CacheSpec]
     """cache_spec(config, page_size, dtype)."""
+    example: Mapping[str, Any]
+    """A small config.json of this architecture, for proofs without a checkpoint."""
     ignores: Callable[[str], bool] = lambda name: False
     """True for checkpoint tensors that this architecture has no use for."""
     device_token_ids: bool = False

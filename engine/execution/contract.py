@@ -1,8 +1,8 @@
-"""The two proofs of the id contract, made at every start: what a step may read, and that it reads it.
+"""The two proofs of the id contract, made at every start: what a step may read, and that it does.
 
-Structural: from the jaxpr of each program and its compiled text. Dynamic: three runs of each program
-with decode rows on the serving device, with the truth on the host (A), nowhere (B) and on the device
-only (C). C must equal A bit for bit and B must differ.
+Structural: from the jaxpr of each program and its compiled text. Dynamic: three runs of each
+program with decode rows on the serving device, with the truth on the host (A), nowhere (B) and on
+the device only (C). C must equal A bit for bit and B must differ.
 """
 
 from __future__ import annotations
@@ -60,19 +60,24 @@ def prove(runner: Runner, progress: Callable[[str, float, str], None]) -> None:
     """
     if runner.settings.lane == "eager":
         return
-    findings: list[Finding] = []
     programs = runner.programs.steps
-    for done, (key, compiled) in enumerate(programs.items()):
+    findings: list[Finding] = []
+    for done, key in enumerate(programs):
         progress("prove", done / len(programs), str(key))
-        if runner.model.registration.device_token_ids:
-            findings += check_structure(key, runner.programs.jaxprs[key], runner.shapes.num_groups)
-        findings += check_donation(key, compiled, runner.num_param_leaves, runner.state)
-        findings += warm_up(runner, key)
+        findings += prove_program(runner, key)
     _warm_install(runner)
     runner.reset_state()
     progress("prove", 1.0, f"{len(programs)} programs")
     if findings:
         raise ContractError("\n".join(str(finding) for finding in findings))
+
+
+def prove_program(runner: Runner, key: ProgramKey) -> list[Finding]:
+    """Both proofs of one program; an undeclared registration is only warmed up."""
+    findings = check_donation(key, runner.programs.step(key), runner.num_param_leaves, runner.state)
+    if runner.model.registration.device_token_ids:
+        findings += check_structure(key, runner.programs.jaxprs[key], runner.shapes.num_groups)
+    return findings + warm_up(runner, key)
 
 
 def check_structure(key: ProgramKey, jaxpr: Any, num_groups: int) -> list[Finding]:
@@ -120,7 +125,8 @@ def _unread_twins(key: ProgramKey, unpack: Any, num_groups: int) -> Iterable[str
         if not any(value is inner.invars[0] for value in equation.invars):
             continue
         if equation.primitive.name != "slice":
-            yield f"unpack reads the packed batch by {equation.primitive.name}, only by static slices"
+            name = equation.primitive.name
+            yield f"unpack reads the packed batch by {name}, only by static slices"
             continue
         low, high = equation.params["start_indices"][0], equation.params["limit_indices"][0]
         if low < stop and high > start:
@@ -147,7 +153,7 @@ def check_donation(
 
 
 def warm_up(runner: Runner, key: ProgramKey) -> list[Finding]:
-    """Runs A, B and C of one program on scratch pages; a score program is proved by its host ids."""
+    """Runs A, B and C of one program on scratch pages; host ids prove a score program."""
     vocab_size = runner.model.vocab_size
     num_rows = min(key.rows, runner.plan.num_pages - 1, runner.settings.max_slots)
     truth = (np.arange(num_rows, dtype=np.int32) * 13 + 7) % (vocab_size - 1) + 1
@@ -185,12 +191,12 @@ def _compare(results: dict[str, StepResult], num_decode: int) -> Iterable[str]:
         if not np.isfinite(first).all():
             yield f"{name} of run A are not finite"
         if _differ(first, third):
-            rows = np.flatnonzero((first != third).any(axis=-1))
-            yield f"{name} of run C (ids on the device) differ from run A in rows {rows.tolist()[:8]}"
+            rows = np.flatnonzero((first != third).any(axis=-1)).tolist()[:8]
+            yield f"{name} of run C (ids on the device) differ from run A in rows {rows}"
     is_same = (a.sampled == b.sampled).all(axis=-1) & (a.logprobs == b.logprobs).all(axis=-1)
     if is_same[:num_decode].any():
-        rows = np.flatnonzero(is_same[:num_decode])
-        yield f"run B (poisoned ids) equals run A in rows {rows.tolist()[:8]}: their ids are not read"
+        rows = np.flatnonzero(is_same[:num_decode]).tolist()[:8]
+        yield f"run B (poisoned ids) equals run A in rows {rows}: their ids are not read"
 
 
 def _differ(first: Any, second: Any) -> bool:
@@ -244,8 +250,10 @@ def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray
     num_tokens = np.zeros(settings.max_slots + 1, np.int32)
     num_tokens[: schedule.num_rows] = _SCENE_TOKENS
     place = runner.shapes.replicated
-    state = runner.state.replace(
-        last_tokens=jax.device_put(last_tokens, place), num_tokens=jax.device_put(num_tokens, place)
+    state = dataclasses.replace(
+        runner.state,
+        last_tokens=jax.device_put(last_tokens, place),
+        num_tokens=jax.device_put(num_tokens, place),
     )
     flat = pack(schedule, key, max_slots=settings.max_slots, vocab_size=runner.model.vocab_size)
     runner.state, output = runner.programs.step(key)(

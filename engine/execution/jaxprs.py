@@ -44,9 +44,10 @@ def integer_constants(jaxpr: Any) -> list[tuple[int, ...]]:
         for equation in body(inner).eqns:
             for value in equation.invars:
                 literal = getattr(value, "val", None)
-                if literal is not None and np.size(literal) > 1:
-                    if np.issubdtype(np.asarray(literal).dtype, np.integer):
-                        shapes.append(tuple(np.shape(literal)))
+                if literal is None or np.size(literal) <= 1:
+                    continue
+                if np.issubdtype(np.asarray(literal).dtype, np.integer):
+                    shapes.append(tuple(np.shape(literal)))
     return shapes
 
 

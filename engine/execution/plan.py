@@ -1,4 +1,4 @@
-"""The memory plan: what weights, state, temporaries and outputs take, and how many pages the rest holds."""
+"""The memory plan: bytes of weights, state, temporaries and outputs; pages that the rest holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import jax
 import numpy as np
 
 GIB = 2**30
-HIDDEN_COPY_SLACK = 8 * 2**20
-"""Temporaries may differ this much between pool sizes before it counts as a hidden copy."""
+PROBE_SLACK = 2**28
+"""Bytes kept free of pages beside the probed temporaries.
+
+Probes are compiled without autotuning, which chooses workspaces: the final programs may need a
+little more or less. One layer's pool is far larger, so a hidden copy still shows.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,7 @@ def num_pages_that_fit(plan: MemoryPlan, *, least: int, most: int) -> int:
     Raises:
       ValueError: fewer than `least` fit, with the numbers.
     """
-    rest = plan.limit - (plan.total - plan.pools)
+    rest = plan.limit - (plan.total - plan.pools) - PROBE_SLACK
     pages = rest // plan.page_bytes
     if pages < least:
         raise ValueError(
@@ -92,7 +96,7 @@ def check_hidden_copy(planned: int, compiled: int) -> None:
     Raises:
       RuntimeError: with both sizes.
     """
-    if compiled > planned + HIDDEN_COPY_SLACK:
+    if compiled > planned + PROBE_SLACK:
         raise RuntimeError(
             f"temporaries grew from {planned / 2**20:.1f} to {compiled / 2**20:.1f} MiB with the "
             "pools: a program copies a pool instead of updating it in place"

@@ -1,4 +1,4 @@
-"""The closed set of compiled programs of one engine, and the guard that notices any compile after it."""
+"""The closed set of one engine's compiled programs, and the guard that notices a later compile."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class ProgramShapes:
     def state_shapes(self) -> StepState:
         """Abstract StepState with shardings."""
         shapes = jax.eval_shape(self.state.fresh)
-        small = jax.tree.map(lambda s: self._placed(s, self.replicated), shapes.replace(pools=()))
+        small = dataclasses.replace(shapes, pools=())
+        small = jax.tree.map(lambda s: self._placed(s, self.replicated), small)
         pools = jax.tree.map(lambda s: self._placed(s, self.pool_sharding), shapes.pools)
-        return small.replace(pools=pools)
+        return dataclasses.replace(small, pools=pools)
 
     def _placed(self, shape: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
@@ -192,8 +193,8 @@ class CompileGuard:
                 "a program of the ladder"
             )
 
-    def _heard(self, event: str, seconds: float, **_: Any) -> None:
-        del seconds
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if not self._is_armed or event != _COMPILE_EVENT:
             return
         if threading.get_ident() in self._threads:

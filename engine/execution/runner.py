@@ -62,20 +62,22 @@ class DeviceProfile:
     unroll: bool
     """Write the sampler's searches out: command buffers do not record loops."""
     compiler_options: Mapping[str, Any]
+    probe_options: Mapping[str, Any]
+    """For programs compiled only to learn their temporaries: as quick as can be."""
     memory_bytes: int
     """What the allocator may hand out."""
     pool_bytes: int | None
     """Bound of all pools; None: whatever the plan leaves."""
 
     @classmethod
-    def of(cls, device: jax.Device, config: EngineConfig) -> DeviceProfile:
+    def of(cls, device: sharding.Device, config: EngineConfig) -> DeviceProfile:
         """The profile of a device under an engine's settings."""
         if device.platform == "cpu":
             return _cpu_profile(device)
         return _gpu_profile(device, config)
 
 
-def _cpu_profile(device: jax.Device) -> DeviceProfile:
+def _cpu_profile(device: sharding.Device) -> DeviceProfile:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return DeviceProfile(
         name=device.device_kind,
@@ -89,12 +91,13 @@ def _cpu_profile(device: jax.Device) -> DeviceProfile:
         tiling=Tiling(block_pages=16, tile_tokens=32, tiles_at_once=1),
         unroll=False,
         compiler_options={},
+        probe_options={},
         memory_bytes=int(pages),
         pool_bytes=2**29,
     )
 
 
-def _gpu_profile(device: jax.Device, config: EngineConfig) -> DeviceProfile:
+def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:
     stats = device.memory_stats() or {}
     options: dict[str, Any] = {}
     if not config.command_buffers:
@@ -111,6 +114,7 @@ def _gpu_profile(device: jax.Device, config: EngineConfig) -> DeviceProfile:
         tiling=Tiling(block_pages=128, tile_tokens=64, tiles_at_once=1024),
         unroll=True,
         compiler_options=options,
+        probe_options=options | {"xla_gpu_autotune_level": 0},
         memory_bytes=int(stats.get("bytes_limit", 0)),
         pool_bytes=None,
     )
@@ -354,12 +358,13 @@ class Runner:
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.shapes.params))
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Gives the device's memory back: the last call on a runner."""
         self.guard.close()
         _delete(self.state)
         _delete(self.params)
         self.params = None
-        self.programs = None  # pyright: ignore[reportAttributeAccessIssue]
+        # The last references to the executables, whose code and constants lie on the device.
+        del self.programs
 
     def install(self, installs: tuple[Install, ...]) -> None:
         """Tells the device about newly admitted slots, at most one install program's worth."""
@@ -503,14 +508,14 @@ def _install_shape(settings: Settings, model: Model) -> InstallShape:
 def _plan(
     settings: Settings, shapes: ProgramShapes, spec: CacheSpec, progress: Progress
 ) -> planning.MemoryPlan:
-    """Plans the pools. Temporaries are measured on the largest programs, compiled with a tiny pool."""
+    """Plans the pools. Temporaries are those of the largest programs, compiled with a tiny pool."""
     config, profile = settings.config, settings.profile
     state = shapes.state_shapes()
     keys = settings.ladder.keys()
     plan = planning.MemoryPlan(
         limit=int(profile.memory_bytes * config.memory_fraction),
         weights=planning.tree_bytes(shapes.params),
-        small_state=planning.tree_bytes(state.replace(pools=())),
+        small_state=planning.tree_bytes(dataclasses.replace(state, pools=())),
         temporaries=0,
         outputs=settings.depth * max(_output_bytes(key) for key in keys),
         page_bytes=spec.page_bytes,
@@ -531,8 +536,9 @@ def _plan(
             plan, num_pages=planning.num_pages_that_fit(plan, least=least, most=most)
         )
     progress("plan", 0.0, "largest programs")
+    probes = dataclasses.replace(shapes, compiler_options=profile.probe_options)
     programs = compile_programs(
-        shapes, _largest(keys), _install_shape(settings, shapes.model), lambda *_: None
+        probes, _largest(keys), _install_shape(settings, shapes.model), lambda *_: None
     )
     plan = dataclasses.replace(plan, temporaries=planning.temporaries_of(programs.steps.values()))
     plan = dataclasses.replace(
@@ -559,7 +565,8 @@ def _checked(plan: planning.MemoryPlan, programs: Programs) -> planning.MemoryPl
     plan = dataclasses.replace(plan, temporaries=max(plan.temporaries, temporaries))
     if plan.total > plan.limit:
         raise ValueError(
-            f"the plan exceeds its limit; lower num_pages or max_rows, or raise memory_fraction\n{plan}"
+            "the plan exceeds its limit; lower num_pages or max_rows, or raise memory_fraction\n"
+            f"{plan}"
         )
     return plan
 

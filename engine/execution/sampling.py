@@ -347,15 +347,15 @@ def _likeliest_kept(
     keys = jax.lax.bitcast_convert_type(distances, jnp.int32)
     vocab_size = keys.shape[-1]
     everything = jnp.full_like(top_k, _MASKED), jnp.full_like(top_k, vocab_size)
-    prefix = jax.lax.cond(
+    top_k_last, top_k_shared = jax.lax.cond(
         jnp.any(top_k < vocab_size),
         lambda: _top_k_prefix(keys, top_k, unroll),
         lambda: everything,
     )
     last, num_shared = jax.lax.cond(
         jnp.any(top_p < 1.0),
-        lambda: _top_p_prefix(keys, distances, top_p, *prefix, unroll),
-        lambda: prefix,
+        lambda: _top_p_prefix(keys, distances, top_p, top_k_last, top_k_shared, unroll),
+        lambda: (top_k_last, top_k_shared),
     )
     shares_last = keys == last[:, None]
     last_id = jax.lax.cond(

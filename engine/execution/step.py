@@ -91,7 +91,8 @@ def resolve_ids(
     """The one place that chooses where a row's newest id comes from.
 
     A DEVICE_ID row takes its first id from `last_tokens[slot]`, every other token its host id. A
-    padding row reads the padding slot. An id outside the vocabulary is embedded as 0 and flags its row.
+    padding row reads the padding slot. An id outside the vocabulary is embedded as 0 and flags its
+    row.
     """
     is_device_row = packed.has(RowKind.DEVICE_ID)
     newest = last_tokens.at[packed.slots].get(mode="clip")
@@ -216,9 +217,9 @@ def score(
 
 @flax.struct.dataclass
 class Accepted:
-    """Which sampled ids count: i32[R, q] ids, how many of each row, and where the row's KV now ends."""
+    """Which sampled ids count, how many of each row, and where the row's KV now ends."""
 
-    ids: jax.Array
+    ids: jax.Array  # i32[R, q]
     num_new: jax.Array  # i32[R]
     kv_lens: jax.Array  # i32[R], tokens with KV that count
 
@@ -252,7 +253,7 @@ def accept(
 def advance(
     state: StepState, cache: Cache, packed: Packed, accepted: Accepted, counts: jax.Array
 ) -> StepState:
-    """Scatters what the step learnt into the state. Padding rows' slots lie past the end: dropped."""
+    """Scatters what the step learnt into the state. Padding rows' slots, past the end, are dropped."""
     past_end = state.last_tokens.shape[0]
     writes = jnp.where(accepted.num_new > 0, packed.slots, past_end)
     newest = jnp.take_along_axis(
@@ -262,7 +263,8 @@ def advance(
     is_new = lane[None, :] < accepted.num_new[:, None]
     first = accepted.kv_lens - accepted.num_new + 1
     places = jnp.where(is_new, first[:, None] + lane[None, :], state.history.shape[1])
-    return state.replace(
+    return dataclasses.replace(
+        state,
         last_tokens=state.last_tokens.at[writes].set(newest, mode="drop"),
         num_tokens=state.num_tokens.at[packed.slots].set(accepted.kv_lens, mode="drop"),
         history=state.history.at[writes[:, None], places].set(accepted.ids, mode="drop"),
@@ -369,7 +371,8 @@ def make_install(shape: InstallShape) -> Callable[[StepState, jax.Array], StepSt
             return old.at[slots].set(new, mode="drop")
 
         tables = state.tables
-        return state.replace(
+        return dataclasses.replace(
+            state,
             last_tokens=put(state.last_tokens, jnp.full_like(slots, -1)),
             num_tokens=put(state.num_tokens, parts["num_cached"]),
             history=put(state.history, parts["history"]),

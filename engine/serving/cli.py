@@ -71,7 +71,7 @@ def _run(words: list[str], debug: bool) -> int:
             traceback.print_exc()
         return _report(*_worded(error))
     if code == _INTERRUPTED:  # typer's code for Ctrl-C
-        return _report("interrupted; what was written so far stays", code)
+        return _report("interrupted", code)
     return code if isinstance(code, int) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -34,6 +35,8 @@ Params = SamplingParams | Mapping[str, Any] | None
 """`SamplingParams` are taken as they are; a mapping differs from the model's own defaults in the
 fields it names; None stands for those defaults."""
 
+_READY_POLL_SECONDS = 0.1
+_UNREACHED = "it cannot be reached"
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 30_000),
@@ -145,7 +148,7 @@ class Client:
           TimeoutError: it does not within `timeout` seconds; says what it is doing.
         """
         end = time.monotonic() + timeout
-        doing = "it cannot be reached"
+        doing = _UNREACHED
         while True:
             with contextlib.suppress(Unavailable):
                 server = self.server_info()
@@ -153,8 +156,8 @@ class Client:
                     return
                 doing = server.detail
             if time.monotonic() > end:
-                raise TimeoutError(f"the server is not ready after {timeout} s: {doing}")
-            time.sleep(0.1)
+                raise _not_ready(timeout, doing)
+            time.sleep(_READY_POLL_SECONDS)
 
     def close(self) -> None:
         """Closes the connection, which ends what still runs on it."""
@@ -252,6 +255,20 @@ class AsyncClient:
         """How it is served."""
         return await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
 
+    async def wait_ready(self, timeout: float) -> None:
+        """Returns once the server answers requests; TimeoutError otherwise."""
+        end = time.monotonic() + timeout
+        doing = _UNREACHED
+        while True:
+            with contextlib.suppress(Unavailable):
+                server = await self.server_info()
+                if server.state == pb.SERVER_STATE_READY:
+                    return
+                doing = server.detail
+            if time.monotonic() > end:
+                raise _not_ready(timeout, doing)
+            await asyncio.sleep(_READY_POLL_SECONDS)
+
     async def close(self) -> None:
         """Closes the connection, which ends what still runs on it."""
         await self._channel.close()
@@ -277,6 +294,10 @@ class AsyncClient:
                     yield reader.output(message)
             finally:
                 call.cancel()
+
+
+def _not_ready(timeout: float, doing: str) -> TimeoutError:
+    return TimeoutError(f"the server is not ready after {timeout} s: {doing}")
 
 
 @contextlib.contextmanager

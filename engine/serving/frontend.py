@@ -336,7 +336,7 @@ class Frontend:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         own = () if params.ignore_eos else self.eos_ids
-        ids = tuple(dict.fromkeys((*own, *map(int, params.stop_token_ids))))
+        ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
         if len(ids) > self._limits.stop_ids:
             raise ValueError(
                 f"stop_token_ids and the model's {len(own)} end ids make {len(ids)} ids, "
@@ -353,10 +353,9 @@ class Frontend:
             changes.update(bad_words=(), bad_word_ids=self._bad_word_ids(params))
         if params.logit_bias is not None:
             self._check_vocabulary(params.logit_bias, "logit_bias")
-            changes["logit_bias"] = {int(i): float(b) for i, b in params.logit_bias.items()}
         if params.allowed_token_ids is not None:
             self._check_vocabulary(params.allowed_token_ids, "allowed_token_ids")
-            changes["allowed_token_ids"] = tuple(dict.fromkeys(map(int, params.allowed_token_ids)))
+            changes["allowed_token_ids"] = tuple(dict.fromkeys(params.allowed_token_ids))
         if params.top_k == -1 or params.top_k >= self._vocab_size:
             changes["top_k"] = 0
         return dataclasses.replace(params, **changes) if changes else params
@@ -365,7 +364,7 @@ class Frontend:
         """Id sequences of the bad words, each as the start of a text and after a space."""
         for ids in params.bad_word_ids:
             self._check_vocabulary(ids, "bad_word_ids")
-        words = [tuple(map(int, ids)) for ids in params.bad_word_ids]
+        words = [*params.bad_word_ids]
         for word in params.bad_words:
             tokenizer = self.tokenizer("bad_words")
             bare = word.lstrip() or word
@@ -389,8 +388,6 @@ class Frontend:
 
     def _check_vocabulary(self, ids: Iterable[int], name: str) -> None:
         for token_id in ids:
-            if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
-                raise TypeError(f"{name} holds {token_id!r}, it must hold integers")
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(
                     f"{name} holds {token_id}, outside the vocabulary of {self._vocab_size} ids; "
@@ -454,8 +451,8 @@ def _integers(ids: Sequence[Any], name: str) -> np.ndarray:
 
 
 def _priority(priority: int) -> int:
-    if not isinstance(priority, int) or isinstance(priority, bool):
+    if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
         raise TypeError(f"priority is {priority!r}, it must be an integer")
     if not -(2**31) <= priority < 2**31:
         raise ValueError(f"priority is {priority}, it must be a 32-bit integer")
-    return priority
+    return int(priority)

@@ -155,7 +155,7 @@ def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Se
         interceptors=(UnreadableRequests(),),
         options=(
             # Two servers on one port would each get half of the clients.
-            ("grpc.so_reuseport", 1),
+            ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", settings.max_receive_bytes),
             ("grpc.max_send_message_length", -1),
             # Gateways ping idle connections every 30 s, which gRPC's own defaults punish.

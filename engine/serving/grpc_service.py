@@ -12,9 +12,10 @@ import google.protobuf.message
 import grpc
 import grpc.aio
 
+from engine.request import FinishReason
 from engine.scheduling.scheduler import QueueFull
 from engine.serving import messages, metrics, versions
-from engine.serving.outputs import RequestOutput, ScoreOutput
+from engine.serving.outputs import RequestFailed, RequestOutput, ScoreOutput
 from engine.serving.thread import EngineDead
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
@@ -238,6 +239,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         count = _Count()
         try:
             yield count
+        except RequestFailed:
+            count.unfinished = "error"
+            raise
         finally:
             if self._metrics is not None and count.last is not None:
                 self._metrics.finish(count.finished_request())
@@ -248,9 +252,11 @@ class _Count:
 
     def __init__(self) -> None:
         self.last: RequestOutput | None = None
+        self.unfinished: FinishReason = "abort"
+        """Why choices ended that did not say so themselves."""
         self.num_output_tokens = 0
         self._began = asyncio.get_running_loop().time()
-        self._reasons: dict[int, str] = {}
+        self._reasons: dict[int, FinishReason] = {}
 
     def __call__(self, output: RequestOutput) -> None:
         """Takes the next output."""
@@ -268,7 +274,7 @@ class _Count:
         return metrics.FinishedRequest(
             num_prompt_tokens=len(self.last.prompt_token_ids),
             num_output_tokens=self.num_output_tokens,
-            finish_reasons=reasons if self.last.finished else (*reasons, "abort"),
+            finish_reasons=reasons if self.last.finished else (*reasons, self.unfinished),
             first_token_seconds=self.last.metrics.ttft,
             total_seconds=self.last.metrics.e2e or elapsed,
         )

@@ -31,7 +31,7 @@ class FinishedRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     """Over all choices."""
-    finish_reasons: tuple[str, ...]
+    finish_reasons: tuple[FinishReason, ...]
     """One per choice: stop, length, abort or error."""
     first_token_seconds: float | None
     """From arrival to the first token; None when there was none."""

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX, the truth for every kernel: walks blocks of pages with a running softmax."""
+"""Paged attention in plain JAX, every kernel's truth: walks page blocks with a running softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 _MASKED = -1e30  # finite: a row with no visible key yet must not turn into NaN
 
-Carry = tuple[jax.Array, jax.Array, jax.Array]
+Partial = tuple[jax.Array, jax.Array, jax.Array]
+# Of one or more blocks: highest score, sum of weights (both [B, K, QG, 1]), weighted values.
 
 
 def decode(
@@ -132,7 +133,10 @@ def prefill(
 def _tiles(
     cu_q_lens: jax.Array, num_decode: jax.Array, tile_tokens: int, num_tiles: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts chunk rows into tiles: (row, first token, tokens) of each, i32[num_tiles]; unused are empty."""
+    """Cuts chunk rows into tiles: (row, first token, tokens) of each, i32[num_tiles].
+
+    Unused tiles are empty.
+    """
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     row_index = jnp.arange(q_lens.shape[0], dtype=jnp.int32)
     counts = jnp.where(row_index >= num_decode, -(-q_lens // tile_tokens), 0)
@@ -169,10 +173,11 @@ def _attend(
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     # One product per row and kv head, its queries and their group as the rows of one matrix.
     flat = q.swapaxes(1, 2).reshape(batch, num_kv_heads, queries * group, head_dim)
-    query_at = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [B, 1, QG, 1]
+    query_at = jnp.where(kv_lens[:, None] > 0, positions, -1)  # no key is visible at -1
+    query_at = jnp.broadcast_to(query_at[:, :, None], (batch, queries, group))
+    query_at = query_at.reshape(batch, 1, queries * group, 1)
 
-    def block(carry: Carry, start: jax.Array, pages: jax.Array) -> Carry:
-        high, total, acc = carry
+    def attend_block(start: jax.Array, pages: jax.Array) -> Partial:
         kv = pool[pages]  # [B, W, K, 2, page_size, H]
         kv = kv.transpose(0, 2, 3, 1, 4, 5).reshape(batch, num_kv_heads, 2, -1, head_dim)
         scores = jnp.einsum(
@@ -183,13 +188,12 @@ def _attend(
             preferred_element_type=jnp.float32,
         ) * jnp.float32(scale)
         key_at = start + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, None, None, :]
-        is_visible = jnp.logical_and(key_at <= query_at, key_at < kv_lens[:, None, None, None])
+        is_visible = key_at <= query_at
         if window is not None:
             is_visible = jnp.logical_and(is_visible, key_at > query_at - window)
         scores = jnp.where(is_visible, scores, _MASKED)
-        new_high = jnp.maximum(high, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(is_visible, jnp.exp(scores - new_high), 0.0)
-        fade = jnp.exp(high - new_high)
+        high = scores.max(axis=-1, keepdims=True)
+        weights = jnp.where(is_visible, jnp.exp(scores - high), 0.0)
         values = jnp.einsum(
             "BKQS,BKSH->BKQH",
             weights.astype(q.dtype),
@@ -197,38 +201,38 @@ def _attend(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        total = total * fade + weights.sum(axis=-1, keepdims=True)
-        return new_high, total, acc * fade + values
+        return high, weights.sum(axis=-1, keepdims=True), values
 
-    shape = (batch, num_kv_heads, queries * group)
-    empty = (
-        jnp.full((*shape, 1), _MASKED, jnp.float32),
-        jnp.zeros((*shape, 1), jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )
-    _, total, acc = _walk(block, empty, blocks, kv_lens, block_pages * page_size)
-    out = jnp.where(total > 0, acc / jnp.maximum(total, jnp.float32(1e-30)), 0.0)
+    if num_blocks == 1:
+        _, total, values = attend_block(jnp.int32(0), blocks[0])
+    else:
+        _, total, values = _walk(attend_block, blocks, kv_lens.max(), block_pages * page_size)
+    out = jnp.where(total > 0, values / jnp.maximum(total, jnp.float32(1e-30)), 0.0)
     return out.reshape(batch, num_kv_heads, queries, group, head_dim).swapaxes(1, 2)
 
 
 def _walk(
-    block: Callable[[Carry, jax.Array, jax.Array], Carry],
-    carry: Carry,
+    attend_block: Callable[[jax.Array, jax.Array], Partial],
     blocks: jax.Array,
-    kv_lens: jax.Array,
+    longest: jax.Array,
     block_tokens: int,
-) -> Carry:
-    """Applies `block` to every block of pages that some row reaches; a skipped one changes no bit."""
-    if blocks.shape[0] == 1:
-        return block(carry, jnp.int32(0), blocks[0])
-    longest = kv_lens.max()
+) -> Partial:
+    """Merges every block of pages that some row reaches; skipping one that none does changes no bit."""
 
-    def step(carry: Carry, item: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
+    def merge(carry: Partial, start: jax.Array, pages: jax.Array) -> Partial:
+        high, total, values = carry
+        block_high, block_total, block_values = attend_block(start, pages)
+        new_high = jnp.maximum(high, block_high)
+        old, new = jnp.exp(high - new_high), jnp.exp(block_high - new_high)
+        return new_high, total * old + block_total * new, values * old + block_values * new
+
+    def step(carry: Partial, item: tuple[jax.Array, jax.Array]) -> tuple[Partial, None]:
         start, pages = item
         return jax.lax.cond(
-            start < longest, block, lambda carry, start, pages: carry, carry, start, pages
+            start < longest, merge, lambda carry, start, pages: carry, carry, start, pages
         ), None
 
     starts = jnp.arange(blocks.shape[0], dtype=jnp.int32) * block_tokens
-    carry, _ = jax.lax.scan(step, carry, (starts, blocks))
+    first = attend_block(starts[0], blocks[0])
+    carry, _ = jax.lax.scan(step, first, (starts[1:], blocks[1:]))
     return carry

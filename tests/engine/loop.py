@@ -1,4 +1,4 @@
-"""Drives a Core to the end of its requests and gathers what came back; rebuilds its scheduler too."""
+"""Drives a Core until its requests end and gathers what came back; rebuilds its scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.request import Delta, Request, SamplingParams, TokenLogprobs
-from engine.scheduling.config import SchedulerConfig
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -95,9 +94,13 @@ def take(core: Core, outputs: Outputs) -> None:
         outputs.setdefault((delta.request_id, delta.choice), Output()).take(delta)
 
 
-def run(core: Core, requests: Iterable[Request]) -> Outputs:
-    """Submits everything, steps until idle, and checks that no slot or page stays taken."""
-    outputs: Outputs = {}
+def run(core: Core, requests: Iterable[Request], outputs: Outputs | None = None) -> Outputs:
+    """Submits everything, steps until idle; nothing compiles, no slot or page stays taken.
+
+    What belongs to requests that ran before goes into `outputs` too.
+    """
+    num_compiles = core.stats().compiles_after_ready
+    outputs = {} if outputs is None else outputs
     for one in requests:
         core.submit(one)
     while not core.is_idle:
@@ -105,6 +108,7 @@ def run(core: Core, requests: Iterable[Request]) -> Outputs:
         take(core, outputs)
     take(core, outputs)
     assert_released(core)
+    assert core.stats().compiles_after_ready == num_compiles
     return outputs
 
 
@@ -116,24 +120,23 @@ def assert_released(core: Core) -> None:
     assert stats.free_pages == stats.total_pages, "a page leaked"
 
 
-def scheduler_config(core: Core) -> SchedulerConfig:
-    """What the Core's scheduler was built from."""
-    return core.scheduler._config
-
-
-def rescheduled(core: Core, *, num_pages: int | None = None, **changes: Any) -> Core:
+def rescheduled(
+    core: Core,
+    kind: type[Scheduler] = Scheduler,
+    *,
+    depth: int = 2,
+    num_pages: int | None = None,
+    **changes: Any,
+) -> Core:
     """A Core over the same programs and weights with a fresh state and another scheduler.
 
-    `num_pages` may be fewer than the pools hold. `ids_from_host` makes it the sync lane. The runner is
-    shared: use one of them at a time.
+    `num_pages` may be fewer than the pools hold. `ids_from_host` makes it the sync lane. The runner
+    is shared: use one of them at a time.
     """
-    config = scheduler_config(core)
-    if num_pages is not None:
-        group = dataclasses.replace(config.groups[0], num_pages=num_pages)
-        changes["groups"] = (group,)
-    config = dataclasses.replace(config, **changes)
-    lane, depth = ("sync", 1) if config.ids_from_host else ("overlap", core.info.depth)
-    runner = core.runner
+    config, runner = core.scheduler._config, core.runner
+    group = dataclasses.replace(config.groups[0], num_pages=num_pages or runner.plan.num_pages)
+    config = dataclasses.replace(config, groups=(group,), **{"ids_from_host": False} | changes)
+    lane, depth = ("sync", 1) if config.ids_from_host else ("overlap", depth)
     runner.settings = dataclasses.replace(runner.settings, lane=lane, depth=depth)
     runner.reset_state()
-    return Core(Scheduler(config), runner, core.info)
+    return Core(kind(config), runner, core.info)

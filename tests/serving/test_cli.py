@@ -208,6 +208,7 @@ def test_start_up_stages_and_settings_are_printed(run):
     assert "lane overlap, depth 2, command buffers off, prefix cache on, deterministic off" in err
     assert "sync lanes A" in err
     assert "64 pages of 16 tokens, 3 programs" in err
+    assert "weights 1 MiB, pools 1 MiB" in err
 
 
 # generate
@@ -567,8 +568,8 @@ def test_check_exits_with_1_when_a_proof_fails(run, monkeypatch):
         report(f"proofs of {architectures}")
         return not architectures
 
-    contract = types.SimpleNamespace(check=check)
-    monkeypatch.setattr(engine.execution, "contract", contract, raising=False)
+    proofs = types.SimpleNamespace(check=check)
+    monkeypatch.setattr(engine.execution, "check", proofs, raising=False)
     code, out, _ = run("check", "LlamaForCausalLM")
     assert code == 1
     assert "proofs of ('LlamaForCausalLM',)" in out

@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import threading
 import time
 
 import grpc
@@ -11,7 +12,7 @@ from engine.scheduling.scheduler import QueueFull
 from engine.serving.client import AsyncClient, Client, Unavailable
 from engine.serving.llm import LLM
 from tests.serving.fake_core import EOS, FakeCore, FakeTokenizer
-from tests.serving.running_server import running
+from tests.serving.running_server import RunningServer, running
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,31 @@ def test_wait_ready_says_what_the_server_does():
         client.wait_ready(0.0)
 
 
+def test_wait_ready_waits_for_the_engine():
+    gate = threading.Event()
+    server = RunningServer(gate=gate).start("listening on ")
+    try:
+        with Client(server.address) as client:
+            with pytest.raises(TimeoutError, match="compile 50% decode"):
+                client.wait_ready(0.0)
+            gate.set()
+            client.wait_ready(20.0)
+            assert client.info().model_name == "fake"
+    finally:
+        gate.set()
+        server.stop()
+        server.join()
+
+
+def test_wait_ready_of_the_async_client_says_the_same():
+    async def main():
+        async with AsyncClient("127.0.0.1:1") as one:
+            await one.wait_ready(0.0)
+
+    with pytest.raises(TimeoutError, match=r"not ready after 0.0 s: it cannot be reached"):
+        asyncio.run(main())
+
+
 def test_async_client_gives_the_same(server, client):
     async def main():
         async with AsyncClient(server.address, timeout=20.0) as one:
@@ -245,6 +271,7 @@ def test_async_client_gives_the_same(server, client):
             texts = [output.outputs[0].text for output in outputs]
             deltas = [delta async for delta in one.stream([1], params)]
             assert "".join(d.outputs[0].text for d in deltas) == texts[0]
+            await one.wait_ready(10.0)
             assert (await one.info()).model_name == "fake"
             assert (await one.server_info()).lane == "overlap"
             assert await one.tokenize("a") == [256, 97]

@@ -183,9 +183,11 @@ def test_final_mode_sends_one_message(stub):
     assert message.usage.completion_tokens == 6
 
 
-def test_tokens_that_wait_for_a_slow_reader_are_joined():
+def test_a_stream_faster_than_its_reader_loses_no_token():
     with running(FakeCore()) as server, Connected(server) as stub:
-        messages = list(stub.Generate(_ids(1, max_tokens=200)))
+        call = stub.Generate(_ids(1, max_tokens=200))
+        time.sleep(0.3)
+        messages = list(call)
     assert sum(len(one.choices[0].token_ids) for one in messages) == 200
 
 
@@ -217,6 +219,17 @@ def test_a_cancelled_score_call_is_aborted_in_the_engine():
         call = stub.Score.future(pb.ScoreRequest(items=items))
         _until(lambda: core.stats().num_running == 1)
         call.cancel()
+        _until(lambda: core.stats().num_running == core.stats().num_waiting == 0)
+        assert len(core.aborts) > 50
+
+
+def test_a_score_call_with_one_item_at_fault_leaves_nothing_behind():
+    core = FakeCore(step_seconds=0.05, info=FakeInfo(max_rows=1))
+    items = [pb.ScoreItem(prompt_text="a", continuation_text="b")] * 100
+    items.append(pb.ScoreItem(prompt_text="a", continuation_text=""))
+    with running(core) as server, Connected(server) as stub:
+        with pytest.raises(grpc.RpcError, match=r"items\[100\]: continuation is empty"):
+            stub.Score(pb.ScoreRequest(items=items))
         _until(lambda: core.stats().num_running == core.stats().num_waiting == 0)
         assert len(core.aborts) > 50
 

@@ -1,10 +1,12 @@
 import time
 import urllib.request
 
+import grpc
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.request import Delta
 from engine.serving import metrics
 from engine.serving.client import Client
 from tests.serving.fake_core import FakeCore, FakeInfo, FakeStats
@@ -148,6 +150,35 @@ def test_a_server_shows_what_it_served_refused_and_lost():
     assert scraped("vllm:generation_tokens_total") >= 5
     assert scraped("treadle:requests_refused_total", code="INVALID_ARGUMENT") == 1
     assert scraped("treadle:steps_total", lane="overlap") == core.num_steps
+
+
+def test_a_request_that_failed_in_the_engine_counts_as_error():
+    core = BreaksAfterTwo()
+    with running(core, metrics_port=0) as server, Client(server.address, timeout=20.0) as client:
+        with pytest.raises(grpc.RpcError):
+            client.generate([1], {"max_tokens": 9})
+        with pytest.raises(grpc.RpcError):
+            list(client.stream([1], {"max_tokens": 9}))
+        scraped = _until_counted(server, "error")
+    assert scraped("vllm:request_success_total", finished_reason="abort") == 0
+    assert scraped("treadle:requests_refused_total", code="INTERNAL") == 2
+
+
+class BreaksAfterTwo(FakeCore):
+    """Fails every request after its second token."""
+
+    def poll(self):
+        return [self._broken(delta) for delta in super().poll()]
+
+    def _broken(self, delta):
+        time.sleep(0.01)
+        choice = next(
+            (one for one in self._live() if one.request.request_id == delta.request_id), None
+        )
+        if choice is None or len(choice.ids) < 3:
+            return delta
+        self._running.remove(choice)
+        return Delta(delta.request_id, delta.choice, finish_reason="error", error="not finite")
 
 
 def _until_counted(server, reason):

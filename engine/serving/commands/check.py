@@ -23,7 +23,7 @@ def check(
 
     Runs on tiny configurations, on whatever device there is. Exits with 1 when a proof fails.
     """
-    from engine.execution import contract
+    from engine.execution import check as proofs
 
-    if not contract.check(tuple(architectures or ()), report=typer.echo):
+    if not proofs.check(tuple(architectures or ()), report=typer.echo):
         raise typer.Exit(1)

@@ -113,7 +113,7 @@ def make_async_llm(config: EngineConfig, report: Report) -> AsyncLLM:
 
 
 def describe(config: EngineConfig, info: EngineInfo) -> str:
-    """One paragraph: the model, and every setting that shapes the step loop."""
+    """The model, every setting that shapes the step loop, and the memory plan."""
     on = {True: "on", False: "off"}
     lanes = f"sync lanes {', '.join(config.sync_lanes)}" if config.sync_lanes else ""
     loop = [
@@ -138,7 +138,7 @@ def describe(config: EngineConfig, info: EngineInfo) -> str:
         f"{info.dtype}) on {info.device}"
     )
     lines = [model, *(", ".join(part for part in line if part) for line in (loop, memory))]
-    return "\n".join(lines)
+    return "\n".join([*lines, info.plan])
 
 
 def stage_line(info: EngineInfo) -> str:

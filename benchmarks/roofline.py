@@ -1,4 +1,4 @@
-"""The time below which no engine can go: bytes over the read ceiling, operations over the matmul one."""
+"""The time below which no engine can go: bytes and operations over what the device can do."""
 
 from __future__ import annotations
 
@@ -69,13 +69,11 @@ class Costs:
 def bound_seconds(costs: Costs, ceilings: Ceilings, shape: Shape, max_rows: int) -> float:
     """Least seconds for all requests of a shape, prefilled first and then decoded in full batches.
 
-    prompt flops / matmul + (out - 1) x (max(weights / read, rows x flops / matmul) + KV / read), the
-    cache read at its mean length. More requests than `max_rows` come in waves.
+    prompt flops / matmul + (out - 1) x (max(weights / read, rows x flops / matmul) + KV / read);
+    the cache is read at its mean length. More requests than `max_rows` come in waves.
     """
     read, matmul = ceilings.read_bytes_per_second, ceilings.flops_per_second
-    of_prompt = (
-        shape.prompt_len * costs.prompt_flops + shape.prompt_len**2 * costs.attention_flops
-    )
+    of_prompt = shape.prompt_len * costs.prompt_flops + shape.prompt_len**2 * costs.attention_flops
     seconds = shape.num_requests * of_prompt / matmul
     mean_len = shape.prompt_len + shape.num_output_tokens / 2
     for first in range(0, shape.num_requests, max_rows):

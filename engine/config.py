@@ -48,10 +48,10 @@ LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Everything that shapes an engine. Complete when built; change it with `dataclasses.replace`."""
+    """All that shapes an engine. Complete when built; change it with `dataclasses.replace`."""
 
     model: str
-    """Directory with config.json and safetensors, a .gguf file, or a config.json for dummy weights."""
+    """Directory of config.json and safetensors, a .gguf, or a config.json for dummy weights."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights on the device instead of reading a checkpoint."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -83,7 +83,7 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse pages of equal prefixes."""
     deterministic: bool = False
-    """One decode and one prefill program, never mixed: tokens are bit-equal whatever runs beside."""
+    """One decode and one prefill program, never mixed: bit-equal tokens whatever runs beside."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of admission."""
     overlap: bool = True

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.config import EngineConfig, Lane
+from engine.config import EngineConfig
 from engine.execution import contract, runner
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
 from engine.scheduling.config import GroupConfig, SchedulerConfig
+from engine.scheduling.schedule import Schedule
 from engine.scheduling.scheduler import Scheduler
 from models import checkpoint
 from models.registry import Model
@@ -68,7 +69,7 @@ class CoreStats:
     prefix_hits: int
     """Prompt tokens found there."""
     preemptions: int
-    steps: Mapping[Lane, int]
+    steps: Mapping[str, int]
     """Steps by lane."""
     device_rows: int
     """Rows whose newest id came from the device."""
@@ -89,6 +90,7 @@ class Core:
         self.runner = runner
         self.info = info
         self._in_flight: collections.deque[Launch] = collections.deque()
+        self._launching: Schedule | None = None  # booked by the scheduler, not yet in flight
         self._times: dict[str, collections.deque[float]] = {
             stage: collections.deque(maxlen=_TIMED_STEPS)
             for stage in ("schedule", "pack", "launch", "wait", "settle")
@@ -144,15 +146,21 @@ class Core:
         self.scheduler.submit(request)
 
     def abort(self, request_id: str, reason: str = "abort", choice: int | None = None) -> None:
-        """Ends a request or one of its choices, at any moment; unknown ids are ignored."""
-        self.scheduler.abort(request_id, reason, choice)
+        """Ends a request or one of its choices, at any moment; unknown ids are ignored.
+
+        Args:
+          request_id: of the request.
+          reason: "stop" for a stop string; anything else is an "abort".
+          choice: None ends all choices.
+        """
+        self.scheduler.abort(request_id, "stop" if reason == "stop" else "abort", choice)
 
     def poll(self) -> list[Delta]:
         """What is new since the last poll."""
         return self.scheduler.take_deltas()
 
     def step(self) -> bool:
-        """Schedules and launches one step, then settles the oldest launch once `depth` are in flight.
+        """Schedules and launches a step, then settles the oldest launch once `depth` are in flight.
 
         Returns:
           False when nothing was launched or settled.
@@ -165,12 +173,12 @@ class Core:
         is_full = len(self._in_flight) >= self.runner.settings.depth
         if not self._in_flight or not (is_full or launch is None):
             return launch is not None
-        self._settle(self._in_flight.popleft())
+        self._settle_oldest()
         return True
 
     def _launch(self) -> Launch | None:
         started = time.perf_counter()
-        schedule = self.scheduler.schedule()
+        schedule = self._launching = self.scheduler.schedule()
         if schedule is None:
             return None
         scheduled = time.perf_counter()
@@ -178,23 +186,28 @@ class Core:
         packed_at = time.perf_counter()
         launch = self.runner.launch(packed)
         self._in_flight.append(launch)
+        self._launching = None
         self._times["schedule"].append(scheduled - started)
         self._times["pack"].append(packed_at - scheduled)
         self._times["launch"].append(time.perf_counter() - packed_at)
         return launch
 
-    def _settle(self, launch: Launch) -> None:
+    def _settle_oldest(self) -> None:
         started = time.perf_counter()
-        result = self.runner.settle(launch)
+        result = self.runner.settle(self._in_flight[0])
+        launch = self._in_flight.popleft()
         waited = time.perf_counter()
         self.scheduler.settle(launch.schedule, result)
         self._times["wait"].append(waited - started)
         self._times["settle"].append(time.perf_counter() - waited)
 
     def recover(self, message: str) -> None:
-        """After an exception from a launch: fails what was in flight and starts from an empty state."""
+        """After an exception of a launch: fails what was in flight, starts from an empty state."""
         schedules = [launch.schedule for launch in self._in_flight]
+        if self._launching is not None:
+            schedules.append(self._launching)
         self._in_flight.clear()
+        self._launching = None
         self.scheduler.void(schedules, message)
         self.runner.reset_state()
 
@@ -218,7 +231,7 @@ class Core:
             prefix_queries=scheduler.prefix_query_tokens,
             prefix_hits=scheduler.prefix_hit_tokens,
             preemptions=scheduler.num_preemptions,
-            steps=dict(counters.steps),
+            steps={**counters.steps},
             device_rows=counters.device_rows,
             host_rows=counters.host_rows,
             compiles_after_ready=guard.num_own,

@@ -80,7 +80,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, plain in _PLAIN.items():
-            object.__setattr__(self, name, plain(name, getattr(self, name)))
+            given = getattr(self, name)
+            if (value := plain(name, given)) is not given:
+                object.__setattr__(self, name, value)
         validate_params(self, LIMITS)
 
     @property
@@ -146,9 +148,9 @@ def validate_params(params: SamplingParams, limits: Limits) -> None:
     _validate_lists(params, limits)
 
 
-def _finite(params: SamplingParams, name: str) -> int | float:
+def _finite(params: SamplingParams, name: str) -> float:
     value = getattr(params, name)
-    if isinstance(value, float) and not math.isfinite(value):
+    if not math.isfinite(value):
         raise ValueError(f"{name} is {value}, it must be finite")
     return value
 
@@ -202,11 +204,14 @@ def _validate_lists(params: SamplingParams, limits: Limits) -> None:
 # Python twin are the same request on every path, the wire included.
 
 
-def _number(name: str, value: Any) -> int | float:
-    if isinstance(value, float | np.floating):
-        return float(value)
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # an integer over every limit
+            return math.inf if value > 0 else -math.inf
     raise TypeError(f"{name} is {reprlib.repr(value)}, it must be a number")
 
 
@@ -263,6 +268,8 @@ def _biases(name: str, value: Any) -> Mapping[int, float]:
 
 
 def _is_list(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return True
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray)

@@ -1,4 +1,4 @@
-"""Attention of one layer over its cache group: writes a step's KV, then attends its tokens."""
+"""Attention of one layer over its cache group: writes new KV, attends decode rows and chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward reads of a step besides token ids: where tokens stand, which pages they may see."""
+"""What a forward reads of a step besides token ids: where tokens stand, what pages they may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense decoder that Llama, Mistral, InternLM2 and Qwen3 set: config, weights, forward."""
+"""The dense decoder behind Llama, Mistral, InternLM2 and Qwen3: config, weights, forward."""
 
 from __future__ import annotations
 
@@ -154,10 +154,8 @@ def vector_layout(config: DecoderConfig) -> Mapping[str, tuple[int, tuple[int, .
         vectors += [_Vector(f"{i}.input_norm", (c.hidden_size,))]
         vectors += [_Vector(f"{i}.post_norm", (c.hidden_size,))]
         if c.qk_norm:
-            vectors += [
-                _Vector(f"{i}.q_norm", (c.head_dim,)),
-                _Vector(f"{i}.k_norm", (c.head_dim,)),
-            ]
+            # One scale per head of a group, queries first: they are normalised together.
+            vectors += [_Vector(f"{i}.qk_norm", (c.group + 1, c.head_dim))]
         if c.qkv_bias:
             vectors += [_Vector(f"{i}.qkv_bias", qkv, is_bias=True)]
         if c.output_bias:
@@ -400,7 +398,7 @@ def forward(
     *,
     tap: Tap = identity,
 ) -> tuple[jax.Array, Cache]:
-    """Embeds i32[T] ids, runs every layer over the paged cache -> hidden [T, D], final norm applied."""
+    """Embeds i32[T] ids and runs every layer over the paged cache -> normed hidden [T, D]."""
     hidden = tap("embed", layers.embed(params["embed"], token_ids))
     turn = layers.rotation(config.rope, batch.positions)
     is_nonfinite = cache.is_nonfinite

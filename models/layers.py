@@ -103,7 +103,7 @@ class RopeConfig:
     original_length: int = 8192
 
     def inverse_frequencies(self) -> np.ndarray:
-        """f32[head_dim / 2]. llama3 scaling: Llama 3.1 model card, Hugging Face's rope utilities."""
+        """f32[head_dim / 2]. llama3: Llama 3.1 model card and Hugging Face's rope utilities."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         base = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         if self.kind == "linear":

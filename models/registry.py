@@ -33,7 +33,7 @@ class Registration:
     """logits(config, params, hidden [R, D]) -> f32[R, V]."""
     cache_spec: Callable[[Any, int, str], CacheSpec]
     """cache_spec(config, page_size, dtype)."""
-    example: Mapping[str, Any]
+    example: Mapping[str, Any] = dataclasses.field(hash=False)
     """A small config.json of this architecture, for proofs without a checkpoint."""
     ignores: Callable[[str], bool] = lambda name: False
     """True for checkpoint tensors that this architecture has no use for."""

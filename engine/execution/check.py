@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
 from engine.execution import contract, runner
-from models import checkpoint, registry
+from models import registry
 from models.registry import Registration
 
 

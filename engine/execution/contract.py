@@ -142,7 +142,7 @@ def check_donation(
     key: ProgramKey, compiled: jax.stages.Compiled, num_param_leaves: int, state: Any
 ) -> list[Finding]:
     """State leaf i of the output must alias state leaf i of the input in the compiled program."""
-    header = compiled.as_text().split("\n", 1)[0]
+    header = (compiled.as_text() or "").split("\n", 1)[0]
     aliases = {int(out or 0): int(parameter) for out, parameter in _ALIAS.findall(header)}
     findings = []
     for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
@@ -256,9 +256,7 @@ def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray
         num_tokens=jax.device_put(num_tokens, place),
     )
     flat = pack(schedule, key, max_slots=settings.max_slots, vocab_size=runner.model.vocab_size)
-    runner.state, output = runner.programs.step(key)(
-        runner.params, state, jax.device_put(flat, place)
-    )
+    runner.state, output = runner.programs.step(key)(runner.params, state, flat)
     return unpack_output(key, np.asarray(output), schedule.num_rows, schedule.num_tokens)
 
 

@@ -253,7 +253,10 @@ def accept(
 def advance(
     state: StepState, cache: Cache, packed: Packed, accepted: Accepted, counts: jax.Array
 ) -> StepState:
-    """Scatters what the step learnt into the state. Padding rows' slots, past the end, are dropped."""
+    """Scatters what the step learnt into the state.
+
+    Padding rows' slots lie past the end: dropped.
+    """
     past_end = state.last_tokens.shape[0]
     writes = jnp.where(accepted.num_new > 0, packed.slots, past_end)
     newest = jnp.take_along_axis(

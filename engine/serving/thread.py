@@ -196,9 +196,16 @@ class EngineThread:
             _LOG.exception("the engine's core did not close cleanly")
 
     def _serve(self, core: Core) -> None:
-        is_busy = False
+        is_busy = has_failed = False
         while self._take_commands(core, should_wait=not is_busy):
-            is_busy = core.step()
+            try:
+                is_busy, has_failed = core.step(), False
+            except Exception as error:
+                if has_failed:  # twice in a row: the device does not come back
+                    raise
+                _LOG.exception("a step failed; what was in flight ends with an error")
+                core.recover(f"the step failed: {_named(error)}")
+                is_busy = has_failed = True
             self._deliver(core, core.poll())
             if not is_busy and not core.is_idle:
                 raise RuntimeError("requests are live but none of them can run")

@@ -44,7 +44,9 @@ def decode(
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[1]
     grouped = q.reshape(rows, queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = _attend(grouped, pool, page_table, positions, kv_lens, scale, window, block_pages, block_bytes)
+    out = _attend(
+        grouped, pool, page_table, positions, kv_lens, scale, window, block_pages, block_bytes
+    )
     return out.reshape(rows, queries, num_heads, head_dim).astype(q.dtype)
 
 
@@ -207,7 +209,9 @@ def _attend(
         _, total, values = attend_block(jnp.int32(0), blocks[0])
     else:
         _, total, values = _walk(attend_block, blocks, kv_lens.max(), block_pages * page_size)
-    out = jnp.where(total > 0, values / jnp.maximum(total, jnp.float32(1e-30)), 0.0)
+    # Only rows that see no key have a total of 0; a NaN must stay one, so that its row is flagged.
+    is_empty = total == 0
+    out = jnp.where(is_empty, 0.0, values / jnp.where(is_empty, 1.0, total))
     return out.reshape(batch, num_kv_heads, queries, group, head_dim).swapaxes(1, 2)
 
 
@@ -217,7 +221,7 @@ def _walk(
     longest: jax.Array,
     block_tokens: int,
 ) -> Partial:
-    """Merges every block of pages that some row reaches; skipping one that none does changes no bit."""
+    """Merges every block of pages that some row reaches; skipping the others changes no bit."""
 
     def merge(carry: Partial, start: jax.Array, pages: jax.Array) -> Partial:
         high, total, values = carry

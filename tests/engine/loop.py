@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,18 @@ def start(model: object, **changes: Any) -> Core:
         "token_budget": 64,
         "compilation_cache": None,
     }
-    return Core.start(EngineConfig(model=str(model), **settings | changes))
+    config = EngineConfig(model=str(model), **settings | changes)
+    # Other engines of this thread would take the compiles of this start for their own.
+    core = apart(lambda: Core.start(config))
+    core.runner.guard._threads.clear()
+    core.runner.guard.arm()
+    return core
+
+
+def apart[T](work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def request(

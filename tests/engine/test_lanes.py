@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from engine.core import Core
+from engine.config import EngineConfig
+from engine.core import Core, CoreStats
 from engine.execution import contract
 from engine.execution.buckets import Ladder, ProgramKey
 from engine.execution.programs import compile_programs
@@ -105,15 +106,14 @@ def test_overlap_at_depth_2_and_3_equals_the_sync_lane(core, family, sampler):
         assert on_host == after.host_rows - before.host_rows >= len(requests)
 
 
-def test_mixed_steps_have_decode_rows_and_chunks_together(llama_core):
+def test_mixed_steps_have_decode_rows_and_chunks_together(llama_core, monkeypatch):
     overlap = loop.rescheduled(llama_core)
     schedules = []
-    launch = overlap.runner.launch
-    try:
-        overlap.runner.launch = lambda schedule: schedules.append(schedule) or launch(schedule)
-        loop.run(overlap, crowd("llama", "greedy"))
-    finally:
-        del overlap.runner.launch
+    pack = overlap.runner.pack
+    monkeypatch.setattr(
+        overlap.runner, "pack", lambda schedule: schedules.append(schedule) or pack(schedule)
+    )
+    loop.run(overlap, crowd("llama", "greedy"))
     mixed = [one for one in schedules if 0 < one.num_decode < one.num_rows]
     assert any(one.num_rows >= 3 for one in mixed)
     assert any((one.kinds & RowKind.DEVICE_ID).any() for one in mixed)
@@ -124,7 +124,19 @@ def test_eager_lane_equals_overlap(core, family, sampler):
     requests = crowd(family, sampler, count=3, longest=20)
     requests = [dataclasses.replace(one, max_tokens=4) for one in requests]
     expected = loop.run(loop.rescheduled(core), requests)
-    eager = loop.start(core.info.model_path, page_size=4, max_model_len=96, eager=True)
+    found, stats, counters = loop.apart(lambda: run_eager(core.info.model_path, requests))
+    assert ids_of(found) == ids_of(expected)
+    assert set(stats.steps) == {"eager"} and stats.steps["eager"] > 4
+    assert counters == (stats.device_rows, stats.host_rows)
+    assert stats.device_rows > 0
+
+
+def run_eager(
+    path: str, requests: list[Request]
+) -> tuple[loop.Outputs, CoreStats, tuple[int, int]]:
+    """Runs requests through a Core that compiles no program."""
+    settings = {"page_size": 4, "max_model_len": 96, "row_rungs": (8,), "token_rungs": (64,)}
+    eager = Core.start(EngineConfig(path, eager=True, token_budget=64, **settings))
     assert not eager.runner.programs.steps
     found: loop.Outputs = {}
     for one in requests:
@@ -133,22 +145,26 @@ def test_eager_lane_equals_overlap(core, family, sampler):
         eager.step()
         loop.take(eager, found)
     loop.assert_released(eager)
-    stats = eager.stats()
-    assert ids_of(found) == ids_of(expected)
-    assert set(stats.steps) == {"eager"} and stats.steps["eager"] > 4
-    assert eager.runner.device_counters() == (stats.device_rows, stats.host_rows)
+    stats, counters = eager.stats(), eager.runner.device_counters()
     eager.close()
+    return found, stats, counters
 
 
-def test_nothing_compiles_after_ready(llama_core):
+def test_a_compile_after_ready_stops_the_engine(llama_core):
     overlap = loop.rescheduled(llama_core)
-    before = overlap.stats().compiles_after_ready
     loop.run(overlap, [*crowd("llama", "greedy"), *crowd("llama", "full")])
-    assert overlap.stats().compiles_after_ready == before
+    guard = overlap.runner.guard
+    assert guard.num_own == 0
+    loop.apart(lambda: jax.jit(lambda x: x * 3 + 40)(np.int32(1)))
+    loop.run(overlap, crowd("llama", "greedy", count=2))
+    assert guard.num_own == 0 and guard.num_others > 0, "compiles of other threads are legal"
     jax.jit(lambda x: x * 3 + 41)(np.int32(1))
-    assert overlap.stats().compiles_after_ready == before + 1, "the guard hears compiles"
-    with pytest.raises(RuntimeError, match="compiles after ready on the engine's thread"):
-        overlap.runner.guard.check()
+    try:
+        assert overlap.stats().compiles_after_ready == 1
+        with pytest.raises(RuntimeError, match="1 compiles after ready on the engine's thread"):
+            overlap.step()
+    finally:
+        guard.num_own = 0
 
 
 def test_a_shape_outside_the_ladder_is_refused_by_name(llama_core):
@@ -360,6 +376,6 @@ class Script:
             sampling={name: np.zeros(len(slots), dtype) for name, dtype in SAMPLING_COLUMNS},
             installs=installs,
         )
-        result = self.runner.settle(self.runner.launch(schedule))
+        result = self.runner.settle(self.runner.launch(self.runner.pack(schedule)))
         assert not result.faults.any()
         return result

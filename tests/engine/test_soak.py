@@ -16,11 +16,16 @@ from engine.scheduling.scheduler import Scheduler
 from tests.engine import loop
 from tests.families import tiny
 
-NUM_PAGES = 25
+NUM_PAGES = 18
 """Of 4 tokens: a little more than the longest request needs, so that rows are preempted often."""
-LONGEST_PROMPT = 48
-LONGEST_OUTPUT = 24
+LONGEST_PROMPT = 24
+LENGTHS = (0, 1, 2, 4, 8, 16, 28, 36)
+"""Outputs of a request, at most."""
 STATES = ("queued", "chunk", "decode", "last step", "preempted")
+DRAINING = "preempted, last launch not settled"
+"""Seen between two steps from depth 3 on: at depth 2 the step that preempts settles that launch."""
+ENOUGH = 70
+"""Cancels in one state; later ones would only keep requests from finishing."""
 BARRED = (2, 3, 4)
 """End ids of the tiny model."""
 
@@ -55,12 +60,17 @@ class AuditedScheduler(Scheduler):
 class Soak:
     """One crowd: random arrivals, random cancels aimed at the state cancelled least, to the end."""
 
-    def __init__(self, core: Core, seed: int, num_requests: int) -> None:
+    def __init__(
+        self, core: Core, seed: int, num_requests: int, lengths: tuple[int, ...] = LENGTHS
+    ) -> None:
         self.core = core
         self.draw = random.Random(seed)
-        self.prefixes = [tiny.random_ids("llama", length) for length in (9, 21, 40)]
+        self.lengths = lengths
+        self.prefixes = [tiny.random_ids("llama", length) for length in (5, 9, 17)]
         self.requests = [self._request(i) for i in range(num_requests)]
         self.outputs: loop.Outputs = {}
+        self.cut: set[tuple[str, int]] = set()
+        """Choices cancelled before their end."""
         self.cancelled: collections.Counter[str] = collections.Counter()
         self.seen: collections.Counter[str] = collections.Counter()
 
@@ -81,14 +91,21 @@ class Soak:
     def _cancel(self) -> None:
         places = self._places()
         self.seen.update(places.keys())
-        if not places or self.draw.random() < 0.55:
+        if not places:
             return
         state = min(places, key=lambda state: (self.cancelled[state], state))
-        if self.cancelled[state] > 2 * min(self.cancelled[state] for state in STATES) + 10:
-            return  # enough of these: let them finish
+        # The rare states are always taken, or their requests would leave them uncancelled.
+        chance = {"preempted": 0.8, DRAINING: 1.0, "last step": 0.3, "chunk": 0.2}.get(state, 0.06)
+        if self.cancelled[state] >= ENOUGH or self.draw.random() > chance:
+            return
         choice = self.draw.choice(places[state])
         self.cancelled[state] += 1
         is_whole = self.draw.random() < 0.5
+        self.cut.update(
+            (one.request.request_id, one.index)
+            for one in choice.live.choices
+            if not one.is_finished and (is_whole or one is choice)
+        )
         self.core.abort(
             choice.request.request_id,
             self.draw.choice(("abort", "stop")),
@@ -109,9 +126,9 @@ class Soak:
         scheduler = self.core.scheduler
         ledger, slot = scheduler._ledger, choice.slot
         if slot < 0:
-            return "queued" if choice.num_cached_tokens is None else "preempted, waiting"
+            return "queued" if choice.num_cached_tokens is None else "preempted"
         if choice in scheduler._draining:
-            return "preempted"
+            return DRAINING
         if ledger.num_scheduled[slot] < ledger.num_prefill[slot]:
             return "chunk"
         return "decode" if ledger.has_work[slot] else "last step"
@@ -119,7 +136,7 @@ class Soak:
     def _request(self, index: int) -> Request:
         draw = self.draw
         prompt = self._prompt(index)
-        max_tokens = draw.choice((0, 1, 2, *range(3, LONGEST_OUTPUT + 1)))
+        max_tokens = draw.choice(self.lengths)
         params: dict[str, object] = {"n": draw.choice((1, 1, 1, 1, 2, 3))}
         if draw.random() < 0.5:
             params |= {
@@ -164,29 +181,42 @@ class Soak:
         return (start + own)[: self.draw.randint(max(1, len(start)), LONGEST_PROMPT)]
 
 
-def soak(core: Core, seed: int, num_requests: int, **changes: object) -> Soak:
+def soak(
+    core: Core, seed: int, num_requests: int, lengths: tuple[int, ...] = LENGTHS, **changes: object
+) -> Soak:
     """A finished soak over the programs of `core`."""
     crowded = loop.rescheduled(
-        core, AuditedScheduler, num_pages=NUM_PAGES, policy="priority", max_chunk=11, **changes
+        core, AuditedScheduler, num_pages=NUM_PAGES, policy="priority", max_chunk=7, **changes
     )
-    crowd = Soak(crowded, seed, num_requests)
+    crowd = Soak(crowded, seed, num_requests, lengths)
     crowd.run()
     return crowd
 
 
-def test_two_thousand_requests_with_cancels_in_every_state(llama_core, capsys):
-    crowd = soak(llama_core, seed=2026, num_requests=2100)
+@pytest.mark.parametrize(
+    ("depth", "num_requests", "lengths", "states"),
+    [(2, 2000, LENGTHS, STATES), (3, 850, (2, 8, 28, 36), (*STATES, DRAINING))],
+    ids=["depth 2", "depth 3"],
+)
+def test_crowd_with_cancels_in_every_state_leaks_nothing(
+    llama_core, capsys, depth, num_requests, lengths, states
+):
+    crowd = soak(llama_core, 2026, num_requests, lengths, depth=depth)
     stats = crowd.core.stats()
     with capsys.disabled():
-        print(f"\nstate: cancelled {dict(crowd.cancelled)}, steps seen {dict(crowd.seen)}")
-        print(f"{stats.preemptions} preemptions, {crowd.core.scheduler.num_audits} audits")
-    assert all(crowd.cancelled[state] >= 50 for state in STATES), crowd.cancelled
-    assert stats.preemptions >= 100 and stats.prefix_hits > 0 and stats.device_rows > 0
+        print(
+            f"\ndepth {depth}: {num_requests} requests, {stats.preemptions} preemptions,", end=" "
+        )
+        print(f"{crowd.core.scheduler.num_audits} audits; cancelled {dict(crowd.cancelled)}")
+    assert crowd.cancelled.keys() == set(states)
+    assert all(crowd.cancelled[state] >= 50 for state in states), crowd.cancelled
+    assert stats.preemptions >= 100 and stats.prefix_hits > 0
+    assert crowd.core.runner.device_counters()[0] > 0
     ends = collections.Counter(one.finish_reason for one in crowd.outputs.values())
     assert len(crowd.outputs) == sum(one.params.n for one in crowd.requests)
     assert set(ends) == {"stop", "length", "abort"}
     assert ends["stop"] + ends["length"] > len(crowd.requests) // 2
-    assert_equal_to_solo_runs(crowd, every=12)
+    assert_equal_to_solo_runs(crowd, every=num_requests // 120)
 
 
 def assert_equal_to_solo_runs(crowd: Soak, every: int) -> None:
@@ -199,10 +229,10 @@ def assert_equal_to_solo_runs(crowd: Soak, every: int) -> None:
             found = crowd.outputs[key]
             count = len(found.token_ids)
             assert found.token_ids == expected.token_ids[:count], key
-            if found.finish_reason == expected.finish_reason:
-                assert (count, found.stop_id) == (len(expected.token_ids), expected.stop_id)
+            if key in crowd.cut:
+                assert found.finish_reason in ("abort", "stop") and found.stop_id is None
             else:
-                assert found.finish_reason in ("abort", "stop")
+                assert found.said[0] == expected.said[0] and found.said[3:] == expected.said[3:]
             # Other programs, other last bits: the ids are the same, the numbers nearly.
             assert len(found.logprobs) == min(count, len(expected.logprobs))
             for told, known in zip(found.logprobs, expected.logprobs, strict=False):
@@ -226,8 +256,8 @@ def leak_a_page_unnoticed_by_counts(monkeypatch):
 
     def leaking(self, pages):
         release(self, pages)
-        if next(count) == 40:
-            del self._free[-1:]
+        if self._free and next(count) == 40:
+            self._free.pop()
 
     monkeypatch.setattr(PagePool, "release", leaking)
 
@@ -271,8 +301,8 @@ def test_the_same_soak_without_a_fault_is_green(llama_core):
     assert crowd.core.scheduler.num_audits > 500
 
 
-def test_deterministic_scheduling_and_the_sync_lane_stay_sound_in_a_crowd(llama_core):
-    crowd = soak(llama_core, seed=11, num_requests=150, ids_from_host=True)
+def test_sync_lane_stays_sound_in_a_crowd(llama_core):
+    crowd = soak(llama_core, seed=11, num_requests=200, ids_from_host=True)
     assert crowd.core.runner.device_counters()[0] == 0
     assert crowd.core.stats().preemptions > 0
     assert_equal_to_solo_runs(crowd, every=5)

@@ -136,7 +136,8 @@ class FakeCore:
       reply: output ids by rule; None: letters from a hash of prompt, seed, choice and position.
       ids_per_step: ids each row gains in one step, delivered in one Delta.
       step_seconds: time one step sleeps.
-      fail_at_step: this step (from 1) raises, as a broken device would.
+      fail_at_step: from this step (from 1) on steps raise, as with a broken device.
+      num_failures: steps that raise.
       error_prompts: first prompt ids whose requests finish with "error".
     """
 
@@ -149,6 +150,7 @@ class FakeCore:
         ids_per_step: int = 1,
         step_seconds: float = 0.0,
         fail_at_step: int | None = None,
+        num_failures: int = 10**9,
         error_prompts: frozenset[int] = frozenset(),
     ) -> None:
         self.info = info or FakeInfo()
@@ -165,6 +167,8 @@ class FakeCore:
         self._ids_per_step = ids_per_step
         self._step_seconds = step_seconds
         self._fail_at_step = fail_at_step
+        self._num_failures = num_failures
+        self.recoveries: list[str] = []
         self._error_prompts = error_prompts
         self._waiting: collections.deque[_Choice] = collections.deque()
         self._running: list[_Choice] = []
@@ -211,12 +215,18 @@ class FakeCore:
         if not self._running:
             return False
         self.num_steps += 1
-        if self.num_steps == self._fail_at_step:
+        if self._fail_at_step is not None and (
+            0 <= self.num_steps - self._fail_at_step < self._num_failures
+        ):
             raise RuntimeError("device lost: secret details of the machine")
         time.sleep(self._step_seconds)
         for one in list(self._running):
             self._advance(one)
         return True
+
+    def recover(self, message: str) -> None:
+        """Keeps every request, as the real core keeps those that were not in flight."""
+        self.recoveries.append(message)
 
     @property
     def is_idle(self) -> bool:

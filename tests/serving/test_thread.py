@@ -207,6 +207,15 @@ def test_failing_core_fails_every_live_request_by_name_and_marks_the_engine_dead
     assert core.is_closed
 
 
+def test_single_failed_step_is_recovered_from_and_the_engine_serves_on(engine):
+    thread, core = engine(fail_at_step=3, num_failures=1)
+    sink = Collector()
+    thread.submit(request(max_tokens=8), sink)
+    sink.until_finished()
+    assert thread.healthy
+    assert len(core.recoveries) == 1 and "device lost" in core.recoveries[0]
+
+
 def test_live_requests_that_cannot_run_fail_instead_of_waiting_for_ever(engine):
     thread, core = engine()
     core.step = lambda: False

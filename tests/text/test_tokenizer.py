@@ -171,19 +171,11 @@ def test_places_without_a_tokenizer_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json and 0 \.gguf files"):
         load_tokenizer(tmp_path)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"a\.gguf is no readable GGUF file"):
+    with pytest.raises(ValueError, match=r"a\.gguf is truncated"):
         load_tokenizer(tmp_path)
     (tmp_path / "words.txt").touch()
     with pytest.raises(ValueError, match=r"words\.txt is no \.gguf file"):
         load_tokenizer(tmp_path / "words.txt")
-
-
-class _Field:
-    def __init__(self, value):
-        self.value = value
-
-    def contents(self):
-        return self.value
 
 
 def _metadata(**changed):
@@ -199,7 +191,7 @@ def _metadata(**changed):
         "ggml.add_bos_token": True,
     }
     values |= {f"ggml.{name}": value for name, value in changed.items()}
-    return {f"tokenizer.{name}": _Field(value) for name, value in values.items()}
+    return {f"tokenizer.{name}": value for name, value in values.items()}
 
 
 def test_gguf_that_asks_for_bos_gets_it_before_the_prompt_only():

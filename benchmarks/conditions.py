@@ -1,0 +1,86 @@
+"""What a figure depends on: machine, versions, settings, programs and memory of one measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.core import Core
+
+
+def of_machine() -> dict[str, Any]:
+    """Date, command, versions and device. Starts JAX's backend."""
+    import jax
+
+    from engine.serving import versions
+
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "device": device.device_kind,
+        "platform": device.platform,
+        "driver": driver_version(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "versions": versions.versions(),
+        "commit": commit(),
+    }
+
+
+def of_engine(core: Core) -> dict[str, Any]:
+    """Settings, ladder, start-up times, programs and memory plan of a running engine."""
+    info, settings, plan = core.info, core.runner.settings, core.runner.plan
+    config = dataclasses.asdict(settings.config)
+    del config["limits"]
+    return {
+        "model": pathlib.Path(config.pop("model")).stem,
+        "architecture": info.architecture,
+        "num_parameters": info.num_parameters,
+        "dtype": info.dtype,
+        "lane": info.lane,
+        "depth": info.depth,
+        "max_rows": info.max_rows,
+        "max_model_len": info.max_model_len,
+        "token_budget": settings.token_budget,
+        "page_size": info.page_size,
+        "num_pages": info.num_pages,
+        "settings": config,
+        "ladder": dataclasses.asdict(settings.ladder),
+        "num_programs": info.num_programs,
+        "stage_seconds": dict(info.stage_seconds),
+        "program_seconds": dict(core.runner.programs.seconds),
+        "memory_bytes": dataclasses.asdict(plan) | {"pools": plan.pools, "total": plan.total},
+    }
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's; None where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.split("\n")[0].strip() or None
+
+
+def commit() -> str | None:
+    """The working tree's commit; None outside a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    folder = pathlib.Path(__file__).parent
+    answer = subprocess.run(
+        [git, "-C", str(folder), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return answer.stdout.strip() or None

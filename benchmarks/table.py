@@ -1,0 +1,252 @@
+"""Turns measured JSON into Markdown tables and an SVG chart, and fills the README's table.
+
+    python benchmarks/table.py                       # results/*.json -> README.md and charts there
+    python benchmarks/table.py --readme README.md    # also the block between its markers
+
+Reads nothing but the files named (all of benchmarks/results/ when none is) and runs anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+from xml.sax import saxutils
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+BEGIN = "<!-- begin: written by benchmarks/table.py -->"
+END = "<!-- end: written by benchmarks/table.py -->"
+_NONE = "–"
+_TITLES = {
+    "offline": "Offline throughput",
+    "startup": "Process start to first token",
+    "poison": "Late writes to arrays handed over",
+}
+
+Report = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the tables and charts of the named reports."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=pathlib.Path, help="default: results/*.json")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the tables")
+    parser.add_argument("--readme", type=pathlib.Path, help="file whose marked block is filled")
+    options = parser.parse_args(arguments)
+    files = options.files or sorted(RESULTS.glob("*.json"))
+    reports = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "README.md").write_text(page(reports), encoding="utf-8")
+    for name, report in reports.items():
+        if report["benchmark"] == "offline" and (bars := shares_of_bound(report)):
+            (options.out / f"{name}.svg").write_text(chart(report, bars), encoding="utf-8")
+    if options.readme is not None:
+        text = options.readme.read_text(encoding="utf-8")
+        options.readme.write_text(filled(text, readme_block(reports)), encoding="utf-8")
+
+
+def page(reports: dict[str, Report]) -> str:
+    """Every report as Markdown, grouped by benchmark."""
+    parts = [
+        "# Measured results",
+        "Written by `benchmarks/table.py` from the JSON beside it, which holds all conditions.",
+    ]
+    for kind, title in _TITLES.items():
+        some = {name: report for name, report in reports.items() if report["benchmark"] == kind}
+        if some:
+            parts.append(f"## {title}")
+        for name, report in some.items():
+            parts += [f"### {name}", _table(report), _conditions(report)]
+            if kind == "offline" and shares_of_bound(report):
+                parts.append(f"![share of the bound]({name}.svg)")
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_block(reports: dict[str, Report]) -> str:
+    """Tables of throughput and start-up, each with its conditions."""
+    parts = [
+        part
+        for kind in ("offline", "startup")
+        for report in reports.values()
+        if report["benchmark"] == kind
+        for part in (f"**{_TITLES[kind]}**", _table(report), _conditions(report))
+    ]
+    return "\n\n".join(parts) or "No results yet."
+
+
+def filled(text: str, block: str) -> str:
+    """The text with the block between its markers.
+
+    Raises:
+      ValueError: the markers are not there once each, in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"the file needs one {BEGIN!r} before one {END!r}")
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def _table(report: Report) -> str:
+    makers = {"offline": _offline_table, "startup": _startup_table, "poison": _poison_table}
+    return makers[report["benchmark"]](report)
+
+
+def _offline_table(report: Report) -> str:
+    peer = _peer_name(report) or "peer"
+    header = ("n x in+out", "tok/s", peer, "bound", "of bound", "ms per out step", peer, "host ms")
+    return _markdown(header, (_offline_row(result) for result in report["results"]))
+
+
+def _offline_row(result: Report) -> tuple[str, ...]:
+    own, peer, bound = rates(result)
+    is_prefill = _is_prefill(result)
+    return (
+        result["shape"].replace("x", " x "),
+        _number(own, suffix=" (all)" if is_prefill else ""),
+        _number(peer),
+        _number(bound),
+        _NONE if bound is None else f"{own / bound:.0%}",
+        _NONE if is_prefill else f"{result['ms_per_output_step']:.2f}",
+        _number((result["peer"] or {}).get("ms_per_output_step"), places=2),
+        f"{result['host_ms_per_step']:.2f}",
+    )
+
+
+def _is_prefill(result: Report) -> bool:
+    return result["shape"].endswith("+1")
+
+
+def rates(result: Report) -> tuple[float, float | None, float | None]:
+    """Tokens per second of Treadle, the peer and the bound.
+
+    Output tokens count; all tokens do where a request gives but one.
+    """
+    name = "total_tokens_per_second" if _is_prefill(result) else "output_tokens_per_second"
+    peer, bound = result["peer"] or {}, result["bound"] or {}
+    return result[name], peer.get(name), bound.get(name)
+
+
+def _startup_table(report: Report) -> str:
+    stages = list(report["cold"]["stage_seconds"])
+    header = ("cache", "programs", "first token s", "imports", *stages)
+    rows = (
+        (
+            name,
+            str(report[name]["num_programs"]),
+            f"{report[name]['first_token_seconds']:.1f}",
+            f"{report[name]['imported_seconds']:.1f}",
+            *(f"{report[name]['stage_seconds'].get(stage, 0.0):.1f}" for stage in stages),
+        )
+        for name in ("cold", "warm")
+    )
+    return _markdown(header, rows)
+
+
+def _poison_table(report: Report) -> str:
+    ways = list(dict.fromkeys(result["way"] for result in report["results"]))
+    seen = {
+        (result["bytes"], result["way"]): f"{result['seen']} of {result['tries']}"
+        for result in report["results"]
+    }
+    sizes = list(dict.fromkeys(result["bytes"] for result in report["results"]))
+    rows = ((f"{size:,}", *(seen[size, way] for way in ways)) for size in sizes)
+    return _markdown(("bytes", *(f"seen through {way}" for way in ways)), rows)
+
+
+def _conditions(report: Report) -> str:
+    """One sentence of what the figures depend on."""
+    c = report["conditions"]
+    words = [c["device"], f"jax {c['versions']['jax']}", c["date"][:10], f"commit {c['commit']}"]
+    if c["driver"]:
+        words.insert(1, f"driver {c['driver']}")
+    if "model" in c:
+        words += [
+            f"{c['model']} {c['settings']['load_format']} weights {c['dtype']}",
+            f"max_model_len {c['max_model_len']}",
+            f"{c['max_rows']} rows and {c['token_budget']} tokens a step",
+            f"lane {c['lane']} depth {c['depth']}, {c['num_programs']} programs",
+        ]
+    words += [c["work"]] if "work" in c else []
+    peers = {
+        f" {result['peer']['engine']}: {result['peer']['conditions']}."
+        for result in report.get("results", ())
+        if result.get("peer")
+    }
+    return f"Conditions: {'; '.join(words)}.{''.join(sorted(peers))}"
+
+
+def _peer_name(report: Report) -> str | None:
+    names = {result["peer"]["engine"] for result in report["results"] if result["peer"]}
+    return ", ".join(sorted(names)) or None
+
+
+def _number(value: float | None, places: int = 0, suffix: str = "") -> str:
+    return _NONE if value is None else f"{value:,.{places}f}{suffix}"
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---:"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+Bars = list[tuple[str, list[tuple[str, float]]]]
+"""Shape and, for each engine, its share of the bound."""
+
+
+def shares_of_bound(report: Report) -> Bars:
+    """Shares of the roofline bound; empty where the device's ceilings are not known."""
+    bars: Bars = []
+    for result in report["results"]:
+        own, peer, bound = rates(result)
+        if bound is None:
+            continue
+        pairs = [("Treadle", own)] + ([] if peer is None else [(result["peer"]["engine"], peer)])
+        bars.append((result["shape"], [(name, rate / bound) for name, rate in pairs]))
+    return bars
+
+
+_COLOURS = ("#1f6feb", "#9aa4b2")
+_LEFT, _WIDTH, _BAR, _GAP, _TOP = 130, 480, 14, 14, 46
+
+
+def chart(report: Report, bars: Bars) -> str:
+    """Horizontal bars, one group for each shape."""
+    names = list(dict.fromkeys(name for _, pairs in bars for name, _ in pairs))
+    colours = dict(zip(names, _COLOURS, strict=False))
+    parts: list[str] = []
+    y = _TOP
+    for shape, pairs in bars:
+        parts.append(_text(_LEFT - 8, y + _BAR * len(pairs) / 2 + 4, shape, "end"))
+        for name, share in pairs:
+            width = _WIDTH * min(share, 1.0)
+            parts.append(
+                f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" '
+                f'fill="{colours[name]}"/>'
+            )
+            parts.append(_text(_LEFT + width + 5, y + _BAR - 4, f"{share:.0%}", "start"))
+            y += _BAR
+        y += _GAP
+    key = [
+        f'<rect x="{_LEFT + 150 * i}" y="24" width="10" height="10" fill="{colours[name]}"/>'
+        + _text(_LEFT + 150 * i + 15, 33, name, "start")
+        for i, name in enumerate(names)
+    ]
+    c = report["conditions"]
+    title = _text(_LEFT, 15, f"{c['model']} on {c['device']}: share of the bound", "start")
+    size = f'width="{_LEFT + _WIDTH + 60}" height="{y}"'
+    background = '<rect width="100%" height="100%" fill="white"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+        f"{background}{title}{''.join(key)}{''.join(parts)}</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{saxutils.escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,8 @@ def of_engine(core: Core) -> dict[str, Any]:
     info, settings, plan = core.info, core.runner.settings, core.runner.plan
     config = dataclasses.asdict(settings.config)
     del config["limits"]
+    # Where it lies is the machine's affair.
+    config["compilation_cache"] = config["compilation_cache"] is not None
     return {
         "model": pathlib.Path(config.pop("model")).stem,
         "architecture": info.architecture,

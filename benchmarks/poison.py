@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Tries every size in both ways and writes the report."""
     from benchmarks import conditions
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Counts late writes that the device sees.")
     parser.add_argument("--json", type=pathlib.Path, help="where the report goes")
     parser.add_argument("--tries", type=int, default=_TRIES, help="of each size and way")
     options = parser.parse_args(arguments)

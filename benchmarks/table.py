@@ -30,7 +30,7 @@ Report = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the tables and charts of the named reports."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Measured JSON as tables and charts.")
     parser.add_argument("files", nargs="*", type=pathlib.Path, help="default: results/*.json")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the tables")
     parser.add_argument("--readme", type=pathlib.Path, help="file whose marked block is filled")

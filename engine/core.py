@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.execution import contract, runner
+from engine.execution import contract, startup
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
 from engine.scheduling.config import GroupConfig, SchedulerConfig
@@ -115,8 +115,8 @@ class Core:
           ContractError: a proof of the id contract failed.
         """
         stages = _StageClock(progress or (lambda *_: None))
-        model, source, described, generation = runner.open_model(config)
-        run = runner.start(config, model, source, stages)
+        model, source, described, generation = startup.open_model(config)
+        run = startup.start(config, model, source, stages)
         contract.prove(run, stages)
         run.guard.arm()
         # Programs and parameters live as long as the engine: the collector need not visit them.

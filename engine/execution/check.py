@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
-from engine.execution import contract, runner
+from engine.execution import contract, startup
+from engine.execution.buckets import ProgramKey
+from engine.execution.runner import Runner
 from models import registry
 from models.registry import Registration
 
@@ -43,9 +45,7 @@ def check_registration(registration: Registration, report: Callable[[str], None]
         run.close()
 
 
-def _check_program(
-    run: runner.Runner, key: runner.ProgramKey, report: Callable[[str], None]
-) -> bool:
+def _check_program(run: Runner, key: ProgramKey, report: Callable[[str], None]) -> bool:
     findings = contract.prove_program(run, key)
     failed = {finding.proof: finding.reason for finding in findings}
     verdicts = [
@@ -56,7 +56,7 @@ def _check_program(
     return not findings
 
 
-def _start(registration: Registration, folder: pathlib.Path) -> runner.Runner:
+def _start(registration: Registration, folder: pathlib.Path) -> Runner:
     """A runner of the example configuration on a small ladder."""
     described = dict(registration.example) | {"architectures": [registration.architecture]}
     path = folder / "config.json"
@@ -72,5 +72,5 @@ def _start(registration: Registration, folder: pathlib.Path) -> runner.Runner:
         token_rungs=(32,),
         num_pages=24,
     )
-    model, source, _, _ = runner.open_model(config)
-    return runner.start(config, model, source, lambda *_: None)
+    model, source, _, _ = startup.open_model(config)
+    return startup.start(config, model, source, lambda *_: None)

@@ -13,6 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from engine.config import LIMITS
 from engine.execution import sampling
@@ -363,11 +364,13 @@ def _output(
     return output
 
 
-def make_install(shape: InstallShape) -> Callable[[StepState, jax.Array], StepState]:
+def make_install(
+    shape: InstallShape,
+) -> Callable[[StepState, jax.Array | np.ndarray], StepState]:
     """The program that tells the device about newly admitted slots: (state, packed) -> state."""
 
-    def install(state: StepState, flat: jax.Array) -> StepState:
-        parts = install_ranges(shape).read(flat)
+    def install(state: StepState, flat: jax.Array | np.ndarray) -> StepState:
+        parts = install_ranges(shape).read(jnp.asarray(flat))
         slots = parts["slots"]
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -97,6 +97,7 @@ def test_conditions_name_device_versions_settings_programs_and_memory(report):
     assert conditions["versions"]["jax"].startswith("0.")
     assert conditions["model"] == "tiny" and conditions["settings"]["load_format"] == "dummy"
     assert conditions["settings"]["prefix_cache"] is False
+    assert conditions["settings"]["compilation_cache"] is True
     assert "limits" not in conditions["settings"] and "model" not in conditions["settings"]
     assert conditions["ladder"]["rows"] == [2] and conditions["ladder"]["tokens"] == [32]
     assert conditions["num_programs"] == 5
@@ -154,6 +155,7 @@ def test_cold_and_warm_share_one_cache_that_is_empty_before_the_first(monkeypatc
     report = startup.cold_and_warm(["--startup"], str(tmp_path / "xla"))
     assert seen == [(["--startup"], []), (["--startup"], ["program"])]
     assert report["cold"]["num_programs"] == report["warm"]["num_programs"] == 5
+    assert report["conditions"]["command"] == ["offline.py", "--startup"]
     assert report["benchmark"] == "startup" and "conditions" not in report["cold"]
 
 

@@ -133,13 +133,11 @@ def test_prompt_of_one_token_has_one_position_without_score(core):
 
 
 def scored_crowd(lengths: tuple[int, ...], max_tokens: int = 4) -> list[Request]:
-    """Prompts whose wanted positions begin at the end, in the middle, at the start, or not at all."""
+    """Wanted positions begin at the prompt's end, in its middle, at its start, or nowhere."""
     made = []
     for i, length in enumerate(lengths):
-        wanted = {
-            "prompt_logprobs": 2,
-            "prompt_logprobs_start": (length, length // 2, 0)[i % 4 % 3],
-        }
+        start = (length, length // 2, 0, 0)[i % 4]
+        wanted = {"prompt_logprobs": 2, "prompt_logprobs_start": start}
         made.append(
             loop.request(
                 f"r{i}",

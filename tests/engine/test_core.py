@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 
 import jax
 import numpy as np
@@ -87,38 +88,36 @@ def test_aborting_everything_with_launches_in_flight_leaves_nothing(core, reques
     assert not core.step() and not core.poll()
 
 
-class Failing:
-    """Stands before a runner's program: runs it, so that the donated state is gone, then raises."""
+def raise_from_call(function, at: int, is_after: bool = False):
+    """`function`, which raises from its call number `at` on, after having run or instead."""
+    calls = itertools.count(1)
 
-    def __init__(self, core: Core, at: int, is_before: bool = False) -> None:
-        self.step_of, self.at, self.is_before = core.runner._step, at, is_before
-
-    def __call__(self, key):
-        self.at -= 1
-        program = self.step_of(key)
-        if self.at:
-            return program
-
-        def fail(params, state, flat):
-            if not self.is_before:
-                program(params, state, flat)
+    def failing(*args):
+        is_failing = next(calls) >= at
+        result = None if is_failing and not is_after else function(*args)
+        if is_failing:
             raise RuntimeError("the device fell over")
+        return result
 
-        return fail
+    return failing
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize("is_before", [False, True], ids=["state lost", "before the launch"])
-def test_failed_launch_fails_what_was_in_flight_and_nothing_after(
-    core, requests, expected, monkeypatch, at, is_before
+@pytest.mark.parametrize(
+    ("stage", "is_after"),
+    [("pack", False), ("launch", False), ("launch", True), ("settle", False)],
+    ids=["packing", "before the launch", "donated state lost", "read-back"],
+)
+def test_failed_step_fails_what_was_in_flight_and_nothing_after(
+    core, requests, expected, monkeypatch, at, stage, is_after
 ):
     outputs: loop.Outputs = {}
     for one in requests[:2]:
         core.submit(one)
-    monkeypatch.setattr(core.runner, "_step", Failing(core, at, is_before))
+    function = getattr(core.runner, stage)
+    monkeypatch.setattr(core.runner, stage, raise_from_call(function, at, is_after))
     with pytest.raises(RuntimeError, match="the device fell over"):
-        for _ in range(at):
-            core.step()
+        while core.step():
             loop.take(core, outputs)
     monkeypatch.undo()
     core.recover("a launch failed: the device fell over")

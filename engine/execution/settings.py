@@ -1,0 +1,155 @@
+"""EngineConfig with every open choice resolved for one model on one device, and its lane."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from engine.config import EngineConfig, Lane
+from engine.execution.buckets import Ladder, powers_of_two
+from models.batch import Tiling
+from models.registry import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProfile:
+    """Choices that depend on the kind of device."""
+
+    name: str
+    dtype: str
+    page_size: int
+    max_rows: int
+    first_row_rung: int
+    """Smallest decode rung. 2 on a CPU: one-row programs copy transposed weights there."""
+    token_budget: int
+    token_rungs: tuple[int, ...]
+    max_chunk_rows: int
+    tiling: Tiling
+    unroll: bool
+    """Write the sampler's searches out: command buffers do not record loops."""
+    compiler_options: Mapping[str, Any]
+    probe_options: Mapping[str, Any]
+    """For programs compiled only to learn their temporaries: as quick as can be."""
+    memory_bytes: int
+    """What the allocator may hand out."""
+    pool_bytes: int | None
+    """Bound of all pools; None: whatever the plan leaves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """EngineConfig with every None resolved for one model on one device."""
+
+    config: EngineConfig
+    profile: DeviceProfile
+    dtype: str
+    max_model_len: int
+    max_rows: int
+    max_slots: int
+    token_budget: int
+    max_chunk_rows: int
+    page_size: int
+    max_pages: int
+    """Pages of one request of max_model_len."""
+    lane: Lane
+    depth: int
+    ladder: Ladder
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: Model, profile: DeviceProfile) -> Settings:
+        """Resolves and checks the settings.
+
+        Raises:
+          ValueError: a setting exceeds what the model or another setting allows.
+        """
+        model_limit = model.config.max_position_embeddings
+        max_model_len = config.max_model_len or min(model_limit, 8192)
+        if max_model_len > model_limit:
+            raise ValueError(
+                f"max_model_len is {max_model_len} but the model's positions end at {model_limit}; "
+                "lower max_model_len"
+            )
+        max_rows = config.max_rows or profile.max_rows
+        bound = model.registration.max_rows
+        if bound is not None and max_rows > bound:
+            raise ValueError(
+                f"max_rows is {max_rows} but {model.registration.architecture} runs {bound} rows "
+                f"a step; start with max_rows={bound}"
+            )
+        token_budget = config.token_budget or max(profile.token_budget, max_rows)
+        page_size = config.page_size or profile.page_size
+        max_pages = -(-max_model_len // page_size)
+        lane = choose_lane(config, model)
+        return cls(
+            config=config,
+            profile=profile,
+            dtype=profile.dtype if config.dtype == "auto" else config.dtype,
+            max_model_len=max_model_len,
+            max_rows=max_rows,
+            max_slots=max_rows + -(-max_rows // 4),
+            token_budget=token_budget,
+            max_chunk_rows=min(
+                config.max_chunk_rows or profile.max_chunk_rows, max_rows, token_budget
+            ),
+            page_size=page_size,
+            max_pages=max_pages,
+            lane=lane,
+            depth=config.depth if lane == "overlap" else 1,
+            ladder=_ladder(config, profile, max_rows, token_budget, max_pages),
+        )
+
+
+def _ladder(
+    config: EngineConfig, profile: DeviceProfile, max_rows: int, token_budget: int, max_pages: int
+) -> Ladder:
+    rows = config.row_rungs or powers_of_two(min(profile.first_row_rung, max_rows), max_rows)
+    tokens = config.token_rungs or (
+        *(rung for rung in profile.token_rungs if rung < token_budget),
+        token_budget,
+    )
+    widths = config.page_table_rungs or (max_pages,)
+    for name, rungs, last in (
+        ("row_rungs", rows, max_rows),
+        ("token_rungs", tokens, token_budget),
+        ("page_table_rungs", widths, max_pages),
+    ):
+        if rungs[-1] < last:
+            raise ValueError(f"{name} ends at {rungs[-1]} but steps reach {last}; add that rung")
+    ladder = Ladder(
+        rows=tuple(rows),
+        tokens=tuple(tokens),
+        widths=tuple(widths),
+        query_lens=(1,),
+        max_chunk_rows=min(config.max_chunk_rows or profile.max_chunk_rows, max_rows, token_budget),
+        deterministic=config.deterministic,
+    )
+    if len(ladder.keys()) > config.max_programs:
+        raise ValueError(
+            f"the ladder has {len(ladder.keys())} programs but max_programs is "
+            f"{config.max_programs}; give fewer row_rungs, token_rungs or page_table_rungs, or "
+            "raise max_programs"
+        )
+    return ladder
+
+
+def choose_lane(config: EngineConfig, model: Model) -> Lane:
+    """The lane of a model under an engine's settings.
+
+    Raises:
+      ValueError: require_overlap is set and the model runs on another lane, with the reason.
+    """
+    architecture = model.registration.architecture
+    lane: Lane = "overlap"
+    reason = ""
+    if config.eager:
+        lane, reason = "eager", "eager is set"
+    elif not config.overlap:
+        lane, reason = "sync", "overlap is off"
+    elif architecture in config.sync_lanes:
+        lane, reason = "sync", f"sync_lanes names {architecture}"
+    elif not model.registration.device_token_ids:
+        lane, reason = "sync", f"{architecture} does not declare device_token_ids"
+    if config.require_overlap and lane != "overlap":
+        raise ValueError(f"require_overlap is set but the lane is {lane}: {reason}")
+    return lane

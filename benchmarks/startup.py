@@ -64,7 +64,7 @@ def cold_and_warm(words: Sequence[str], cache: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(cache or pathlib.Path(scratch) / "xla")
         folder.mkdir(parents=True, exist_ok=True)
-        if False:
+        if any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty; name an empty folder for a cold start")
         starts = {}
         for name in ("cold", "warm"):

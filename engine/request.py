@@ -76,7 +76,10 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     """First prompt position whose log-probability is wanted."""
     processed_logprobs: bool = False
-    """Report log-probabilities after penalties, bias, temperature and filters instead of before."""
+    """Report an output's log-probabilities after penalties, bias, temperature and filters.
+
+    Those of the prompt, where nothing is chosen, are always of the unmodified logits.
+    """
 
     def __post_init__(self) -> None:
         for name, plain in _PLAIN.items():

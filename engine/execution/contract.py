@@ -74,10 +74,28 @@ def prove(runner: Runner, progress: Callable[[str, float, str], None]) -> None:
 
 def prove_program(runner: Runner, key: ProgramKey) -> list[Finding]:
     """Both proofs of one program; an undeclared registration is only warmed up."""
-    findings = check_donation(key, runner.programs.step(key), runner.num_param_leaves, runner.state)
+    jaxpr = runner.programs.jaxprs[key]
+    undonated = check_donation(
+        key, runner.programs.step(key), runner.num_param_leaves, runner.state
+    )
+    findings = undonated + check_parameters(key, jaxpr, runner.shapes.params)
     if runner.model.registration.device_token_ids:
-        findings += check_structure(key, runner.programs.jaxprs[key], runner.shapes.num_groups)
+        findings += check_structure(key, jaxpr, runner.shapes.num_groups)
+    if undonated:
+        # What such a program returns may not even have the shape of a state.
+        return [*findings, Finding("dynamic", str(key), "not run: the state is not donated")]
     return findings + warm_up(runner, key)
+
+
+def check_parameters(key: ProgramKey, jaxpr: Any, params: Any) -> list[Finding]:
+    """Every parameter leaf must be read: an unread one is memory without a use."""
+    live = jaxprs.live_inputs(jaxpr, [True] * len(jaxprs.body(jaxpr).outvars))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [
+        Finding("structural", str(key), f"parameter {jax.tree_util.keystr(path)} is never read")
+        for path, is_live in zip(paths, live[: len(paths)], strict=True)
+        if not is_live
+    ]
 
 
 def check_structure(key: ProgramKey, jaxpr: Any, num_groups: int) -> list[Finding]:
@@ -106,8 +124,10 @@ def _structural_reasons(key: ProgramKey, jaxpr: Any, num_groups: int) -> Iterabl
         yield f"resolved ids are read by {found}, only {allowed} may read them"
     inner = next(jaxprs.sub_jaxprs(forward))
     live = jaxprs.live_inputs(inner, [True] + [False] * (len(forward.outvars) - 1))
-    position = [value is token_ids for value in forward.invars].index(True)
-    if not live[position]:
+    reads = [
+        is_live for value, is_live in zip(forward.invars, live, strict=True) if value is token_ids
+    ]
+    if not any(reads):
         yield "the hidden states do not depend on token_ids"
     if found := jaxprs.callbacks(jaxpr):
         yield f"the step calls back to the host: {sorted(set(found))}"
@@ -116,11 +136,13 @@ def _structural_reasons(key: ProgramKey, jaxpr: Any, num_groups: int) -> Iterabl
 
 
 def _unread_twins(key: ProgramKey, unpack: Any, num_groups: int) -> Iterable[str]:
-    """The prompt-id range is sliced once, for the first output, and no other slice overlaps it."""
+    """The prompt-id range is sliced once, for the first output alone, and by no other slice."""
     ranges = {name: (o, o + int(np.prod(s))) for name, o, s in batch_ranges(key, num_groups).places}
     start, stop = ranges["prompt_ids"]
     inner = jaxprs.body(next(jaxprs.sub_jaxprs(unpack)))
-    overlapping = []
+    overlapping, slices = [], set()
+    if any(value is inner.invars[0] for value in inner.outvars):
+        yield "unpack returns the packed batch"
     for equation in inner.eqns:
         if not any(value is inner.invars[0] for value in equation.invars):
             continue
@@ -131,8 +153,11 @@ def _unread_twins(key: ProgramKey, unpack: Any, num_groups: int) -> Iterable[str
         low, high = equation.params["start_indices"][0], equation.params["limit_indices"][0]
         if low < stop and high > start:
             overlapping.append((low, high))
+            slices |= set(equation.outvars)
     if overlapping != [(start, stop)]:
         yield f"the host ids at [{start}, {stop}) are sliced as {overlapping}"
+    elif any(jaxprs.reached_outputs(inner, slices)[1:]):
+        yield "unpack returns the host ids a second time"
 
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)")
@@ -153,21 +178,25 @@ def check_donation(
 
 
 def warm_up(runner: Runner, key: ProgramKey) -> list[Finding]:
-    """Runs A, B and C of one program on scratch pages; host ids prove a score program."""
+    """Runs A, B and C of one program on scratch pages; host ids prove a score program.
+
+    An undeclared registration is never given an id from the device: its third run repeats A.
+    """
     vocab_size = runner.model.vocab_size
-    num_rows = min(key.rows, runner.plan.num_pages - 1, runner.settings.max_slots)
+    is_declared = runner.model.registration.device_token_ids
+    num_rows = min(key.rows, key.tokens, runner.plan.num_pages - 1, runner.settings.max_slots)
     truth = (np.arange(num_rows, dtype=np.int32) * 13 + 7) % (vocab_size - 1) + 1
     poison = np.where(truth == vocab_size - 1, 1, truth + 1).astype(np.int32)
     results = {}
     for run, host_ids, is_device in (
         ("A", truth, False),
         ("B", poison, False),
-        ("C", np.full_like(truth, POISON_ID), True),
+        ("C", np.full_like(truth, POISON_ID) if is_declared else truth, is_declared),
     ):
         schedule = _scene(key, host_ids, is_device, runner)
         known = truth if is_device else np.full_like(truth, POISON_ID)
         results[run] = _run(runner, key, schedule, known)
-    if not runner.model.registration.device_token_ids:
+    if not is_declared:
         return []
     if key.head == "score" and not _differ(
         results["A"].prompt_logprobs, results["B"].prompt_logprobs
@@ -222,6 +251,7 @@ def _scene(key: ProgramKey, ids: np.ndarray, is_device: bool, runner: Runner) ->
         fill = ids[-1] if key.head == "score" else 1
         flat = np.concatenate([flat[: num_decode * q], np.full(q_lens[-1], fill, np.int32)])
     pages = 1 + np.arange(num_rows, dtype=np.int32) % (runner.plan.num_pages - 1)
+    num_pages = -(-int(_SCENE_TOKENS + q_lens.max()) // runner.settings.page_size)
     return Schedule(
         step=0,
         is_decode=key.is_decode,
@@ -234,7 +264,7 @@ def _scene(key: ProgramKey, ids: np.ndarray, is_device: bool, runner: Runner) ->
         token_ids=flat.astype(np.int32),
         kv_lens=_SCENE_TOKENS + q_lens,
         page_tables=tuple(
-            np.repeat(pages[:, None], min(2, key.width), axis=1)
+            np.repeat(pages[:, None], min(num_pages, key.width), axis=1)
             for _ in range(runner.shapes.num_groups)
         ),
         sampling={name: np.zeros(num_rows, dtype) for name, dtype in SAMPLING_COLUMNS},
@@ -255,7 +285,13 @@ def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray
         last_tokens=jax.device_put(last_tokens, place),
         num_tokens=jax.device_put(num_tokens, place),
     )
-    flat = pack(schedule, key, max_slots=settings.max_slots, vocab_size=runner.model.vocab_size)
+    flat = pack(
+        schedule,
+        key,
+        max_slots=settings.max_slots,
+        vocab_size=runner.model.vocab_size,
+        groups=runner.groups,
+    )
     runner.state, output = runner.programs.step(key)(runner.params, state, flat)
     return unpack_output(key, np.asarray(output), schedule.num_rows, schedule.num_tokens)
 

@@ -83,6 +83,16 @@ def readers(jaxpr: Any, variable: Any) -> list[str]:
     return names + ["output"] * sum(value is variable for value in body(jaxpr).outvars)
 
 
+def reached_outputs(jaxpr: Any, sources: set[Any]) -> list[bool]:
+    """Which outputs the variables in `sources` may flow into; each equation is a whole."""
+    inner = body(jaxpr)
+    reached = set(sources)
+    for equation in inner.eqns:
+        if any(_is_var(value) and value in reached for value in equation.invars):
+            reached |= set(equation.outvars)
+    return [_is_var(value) and value in reached for value in inner.outvars]
+
+
 def live_inputs(jaxpr: Any, live_outputs: Sequence[bool]) -> list[bool]:
     """Which inputs the live outputs depend on, by dead-code analysis through nested jaxprs.
 

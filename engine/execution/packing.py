@@ -17,6 +17,7 @@ import numpy as np
 from engine.config import LIMITS
 from engine.execution.buckets import ProgramKey
 from engine.execution.sampling import SamplingRows
+from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import (
     SAMPLING_COLUMNS,
     Install,
@@ -24,6 +25,7 @@ from engine.scheduling.schedule import (
     Schedule,
     StepResult,
 )
+from models.cache import TRASH_PAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +103,31 @@ def output_ranges(key: ProgramKey) -> Ranges:
 _FLOAT_OUTPUTS = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
 
 
-def pack(schedule: Schedule, key: ProgramKey, *, max_slots: int, vocab_size: int) -> np.ndarray:
+def pack(
+    schedule: Schedule,
+    key: ProgramKey,
+    *,
+    max_slots: int,
+    vocab_size: int,
+    groups: tuple[GroupConfig, ...] = (),
+) -> np.ndarray:
     """Builds the packed array of one step, fresh every time: it is never written again.
+
+    Args:
+      schedule: rows of the step.
+      key: the program it runs on.
+      max_slots: slots of the state, the padding slot aside.
+      vocab_size: rows of the embedding table.
+      groups: pools that the page tables must suit; empty: pages are not checked.
 
     Raises:
       ValueError: the schedule breaks a rule that the device would not notice: rows or tokens over
-        the bucket, a slot out of range or named twice, a page that is trash where one is needed,
-        an id outside the vocabulary.
+        the bucket, a slot out of range or named twice, a page that is trash where one is needed
+        or past the pool's end, an id outside the vocabulary.
     """
     _check(schedule, key, max_slots, vocab_size)
+    for group, table in zip(groups, schedule.page_tables, strict=bool(groups)):
+        _check_pages(schedule, table, group)
     rows, tokens = schedule.num_rows, schedule.num_tokens
     ranges = batch_ranges(key, len(schedule.page_tables))
     flat = np.zeros(ranges.size, np.int32)
@@ -148,6 +166,30 @@ def _check(schedule: Schedule, key: ProgramKey, max_slots: int, vocab_size: int)
     ids = schedule.token_ids
     if tokens and (ids.min() < 0 or ids.max() >= vocab_size):
         raise ValueError(f"token ids must lie in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
+
+
+def _check_pages(schedule: Schedule, table: np.ndarray, group: GroupConfig) -> None:
+    """Every position that a row reads or writes lies in a page of the pool that is not trash."""
+    ends = -(-schedule.kv_lens // group.page_size)
+    starts = np.zeros_like(ends)
+    if group.window is not None:
+        seen = schedule.kv_lens - schedule.q_lens - group.window + 1
+        starts = np.maximum(seen, 0) // group.page_size
+    # One column more than the table has, so that a table too narrow lacks a page too.
+    index = np.arange(table.shape[1] + 1, dtype=np.int32)
+    is_missing = np.ones((len(table), len(index)), np.bool_)
+    np.equal(table, TRASH_PAGE, out=is_missing[:, :-1])
+    is_missing &= (index >= starts[:, None]) & (index < ends[:, None])
+    if is_missing.any():
+        row = int(np.flatnonzero(is_missing.any(axis=1))[0])
+        raise ValueError(
+            f"row {row} (slot {schedule.slots[row]}) reaches {schedule.kv_lens[row]} tokens but "
+            f"owns no page at {np.flatnonzero(is_missing[row])[0]} of its table"
+        )
+    if table.size and (table.min() < 0 or table.max() >= group.num_pages):
+        raise ValueError(
+            f"pages must lie in [0, {group.num_pages}), got {table.min()} to {table.max()}"
+        )
 
 
 @flax.struct.dataclass

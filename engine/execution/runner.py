@@ -21,6 +21,7 @@ from engine.execution.packing import pack, pack_install, unpack_output
 from engine.execution.programs import CompileGuard, Programs, ProgramShapes
 from engine.execution.settings import DeviceProfile, Settings
 from engine.execution.step import StepState, make_install, make_step
+from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import Install, RowKind, Schedule, StepResult
 from models import sharding
 from models.batch import Tiling
@@ -128,6 +129,10 @@ class Runner:
         self.shapes = shapes
         self.plan = plan
         self.guard = guard
+        self.groups = tuple(
+            GroupConfig(plan.num_pages, group.page_size, group.window, group.prefix_cacheable)
+            for group in model.cache_spec(settings.page_size, settings.dtype).groups
+        )
         self.counters = RunnerCounters()
         self.weights_version = 0
         self.state: StepState = programs.fresh()
@@ -137,7 +142,11 @@ class Runner:
         """Checks a schedule and lays it out for its program."""
         key = self.settings.ladder.key_of(schedule)
         flat = pack(
-            schedule, key, max_slots=self.settings.max_slots, vocab_size=self.model.vocab_size
+            schedule,
+            key,
+            max_slots=self.settings.max_slots,
+            vocab_size=self.model.vocab_size,
+            groups=self.groups,
         )
         return PackedSchedule(schedule, key, flat)
 

@@ -64,6 +64,7 @@ def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -
 
 def _load(settings: Settings, model: Model, source: Any, mesh: Any, progress: Progress) -> Any:
     started = time.perf_counter()
+    progress("load", 0.0, "")
 
     def shard(leaf: Leaf) -> jax.sharding.Sharding:
         return sharding.named(mesh, leaf.partition)

@@ -390,6 +390,12 @@ CANARY = 7.25
 
 @pytest.mark.parametrize("sampler", [{}, {"temperature": 1.0}], ids=["greedy", "full"])
 def test_padding_rows_and_tokens_write_to_page_zero_alone(core, sampler):
+    # Three rows in programs of eight, chunks of 5 and 9 tokens in a program of 64.
+    requests = [
+        loop.request(f"r{i}", tiny.random_ids("llama", length), 6, **sampler)
+        for i, length in enumerate((5, 9, 2))
+    ]
+    expected = {one.request_id: solo(core, one).token_ids for one in requests}
     core = loop.rescheduled(core, prefix_cache=False)
     runner = core.runner
     runner.state = runner.state.replace(
@@ -398,16 +404,13 @@ def test_padding_rows_and_tokens_write_to_page_zero_alone(core, sampler):
             runner.state.pools,
         )
     )
-    # Three rows in programs of eight, chunks of 5 and 9 tokens in a program of 64.
-    requests = [
-        loop.request(f"r{i}", tiny.random_ids("llama", length), 6, **sampler)
-        for i, length in enumerate((5, 9, 2))
-    ]
+    outputs: loop.Outputs = {}
     places: dict[str, list[int]] = {}
     for one in requests:
         core.submit(one)
     while not core.is_idle:
         core.step()
+        loop.take(core, outputs)
         for live in core.scheduler._requests.values():
             choice = live.choices[0]
             if choice.slot >= 0:
@@ -426,6 +429,7 @@ def test_padding_rows_and_tokens_write_to_page_zero_alone(core, sampler):
         changed = {(int(page), int(offset)) for page, offset in np.argwhere(is_changed)}
         assert {place for place in changed if place[0] > 0} == may_change
         assert any(page == 0 for page, _ in changed), "padding is written somewhere"
+    assert ids_of(outputs) == expected
 
 
 @pytest.mark.parametrize("depth", [2, 3])

@@ -1,0 +1,586 @@
+"""Which of the two proofs refuses which broken step, and with what reason."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from engine.execution import check, contract, packing
+from engine.execution import step as steps
+from engine.execution.settings import choose_lane
+from models import decoder, registry
+from models.layers import Rows
+from tests.execution import toys
+from tests.execution.toys import LLAMA, llama_with
+
+STALE = [np.array([3, 4], np.int32)]
+UNREAD = "the hidden states do not depend on token_ids"
+EQUAL = "run B (poisoned ids) equals run A in rows [0, 1]: their ids are not read"
+
+
+@pytest.fixture(scope="module")
+def runner():
+    run = toys.start(LLAMA)
+    yield run
+    run.close()
+
+
+@pytest.fixture(scope="module")
+def key(runner):
+    return runner.settings.ladder.keys()[0]
+
+
+def structural(runner, key, registration) -> list[str]:
+    """Reasons of the structural proof of one program, which is traced and never compiled."""
+    jaxpr = toys.jaxpr_of(runner, registration, key)
+    findings = contract.check_structure(key, jaxpr, runner.shapes.num_groups)
+    assert all(finding.proof == "structural" for finding in findings)
+    return [finding.reason for finding in findings]
+
+
+def proofs(runner, key, registration) -> list[tuple[str, str]]:
+    """(proof, reason) of everything that refuses one program."""
+    run = toys.runner_of(runner, registration, key)
+    return [(finding.proof, finding.reason) for finding in contract.prove_program(run, key)]
+
+
+# --- forwards that the structural proof refuses ---
+
+
+def ignoring(config, params, cache, token_ids, batch, *, tap):
+    return decoder.forward(config, params, cache, jnp.zeros_like(token_ids), batch, tap=tap)
+
+
+def closing_over(config, params, cache, token_ids, batch, *, tap):
+    del token_ids
+    return decoder.forward(config, params, cache, jnp.asarray(STALE[0]), batch, tap=tap)
+
+
+def adding_closed_over(config, params, cache, token_ids, batch, *, tap):
+    token_ids = jax.jit(lambda ids: jax.jit(lambda x: x + STALE[0])(ids))(token_ids)
+    return decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+
+
+def adding_closed_over_in_a_branch(config, params, cache, token_ids, batch, *, tap):
+    token_ids = jax.lax.cond(
+        token_ids[0] > 0, lambda ids: ids + STALE[0], lambda ids: ids, token_ids
+    )
+    return decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+
+
+def asking_the_host(config, params, cache, token_ids, batch, *, tap):
+    shape = jax.ShapeDtypeStruct(token_ids.shape, token_ids.dtype)
+    token_ids = jax.pure_callback(lambda ids: ids, shape, token_ids)
+    return decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+
+
+def telling_the_host(config, params, cache, token_ids, batch, *, tap):
+    jax.jit(lambda ids: io_callback(lambda _: None, None, ids))(token_ids)
+    return decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reasons"),
+    [
+        (ignoring, [UNREAD]),
+        (closing_over, [UNREAD, "the step closes over integer arrays of shapes [(2,)]"]),
+        (adding_closed_over, ["the step closes over integer arrays of shapes [(2,)]"]),
+        (adding_closed_over_in_a_branch, ["the step closes over integer arrays of shapes [(2,)]"]),
+        (asking_the_host, ["the step calls back to the host: ['pure_callback']"]),
+        (telling_the_host, ["the step calls back to the host: ['io_callback']"]),
+    ],
+)
+def test_structural_proof_refuses_a_forward(runner, key, forward, reasons):
+    assert structural(runner, key, llama_with(forward)) == reasons
+
+
+def test_structural_proof_accepts_the_step_it_is_meant_for(runner):
+    for key in runner.programs.steps:
+        assert structural(runner, key, LLAMA) == []
+
+
+# --- steps that the structural proof refuses ---
+
+
+def ids_range(runner, key) -> tuple[int, int]:
+    places = packing.batch_ranges(key, runner.shapes.num_groups).places
+    name, start, shape = places[-1]
+    assert name == "prompt_ids"
+    return start, start + shape[0]
+
+
+def unpack_with(change):
+    """`unpack` whose Packed a `change(packed, flat, ids)` has touched."""
+
+    def unpack(key, num_groups, flat):
+        ids, packed = packing.unpack(key, num_groups, flat)
+        return change(ids, packed, flat)
+
+    return unpack
+
+
+def test_prompt_ids_sliced_twice_are_refused(runner, key, monkeypatch):
+    start, stop = ids_range(runner, key)
+
+    def twice(ids, packed, flat):
+        return ids, dataclasses.replace(packed, kinds=jax.lax.slice(flat, (start,), (stop,)))
+
+    monkeypatch.setattr(steps, "unpack", unpack_with(twice))
+    sliced = [(start, stop)] * 2
+    assert f"the host ids at [{start}, {stop}) are sliced as {sliced}" in structural(
+        runner, key, LLAMA
+    )
+
+
+def test_slice_that_reaches_into_the_prompt_ids_is_refused(runner, key, monkeypatch):
+    start, stop = ids_range(runner, key)
+
+    def overlapping(ids, packed, flat):
+        kinds = jax.lax.slice(flat, (start - 1,), (start + 1,))
+        return ids, dataclasses.replace(packed, kinds=kinds)
+
+    monkeypatch.setattr(steps, "unpack", unpack_with(overlapping))
+    (reason,) = structural(runner, key, LLAMA)
+    assert reason.startswith(f"the host ids at [{start}, {stop}) are sliced as [(")
+    assert f"({start - 1}, {start + 1})" in reason
+
+
+def test_prompt_ids_read_by_another_operation_are_refused(runner, key, monkeypatch):
+    def gathering(ids, packed, flat):
+        del ids
+        start, stop = ids_range(runner, key)
+        return flat[jnp.arange(start, stop, dtype=jnp.int32)], packed
+
+    monkeypatch.setattr(steps, "unpack", unpack_with(gathering))
+    reasons = structural(runner, key, LLAMA)
+    assert any("only by static slices" in reason for reason in reasons)
+
+
+def test_host_ids_that_leave_unpack_twice_are_refused(runner, key, monkeypatch):
+    def twins(ids, packed, flat):
+        del flat
+        return ids, dataclasses.replace(packed, kinds=packed.kinds + 0 * ids)
+
+    monkeypatch.setattr(steps, "unpack", unpack_with(twins))
+    assert structural(runner, key, LLAMA) == ["unpack returns the host ids a second time"]
+
+
+def test_packed_batch_that_leaves_unpack_whole_is_refused(runner, key, monkeypatch):
+    monkeypatch.setattr(steps, "unpack", unpack_with(lambda ids, packed, flat: (ids, (packed, flat))))
+    lay_out, resolve = steps.lay_out, steps.resolve_ids
+    flats = []
+
+    def opened(key, tiling, packed, num_tokens):
+        flats.append(packed[1])
+        return lay_out(key, tiling, packed[0], num_tokens)
+
+    monkeypatch.setattr(steps, "lay_out", opened)
+    monkeypatch.setattr(
+        steps,
+        "resolve_ids",
+        lambda vocab_size, ids, last, packed, batch: resolve(vocab_size, ids, last, packed[0], batch),
+    )
+    monkeypatch.setattr(steps, "sample", lambda key, logits, packed, *rest, unroll: steps.sampling.greedy(logits))
+    accept, advance, output = steps.accept, steps.advance, steps._output
+    monkeypatch.setattr(steps, "accept", lambda key, ids, drafts, packed, batch: accept(key, ids, drafts, packed[0], batch))
+    monkeypatch.setattr(steps, "advance", lambda state, cache, packed, *rest: advance(state, cache, packed[0], *rest))
+    monkeypatch.setattr(steps, "_output", lambda key, sampled, accepted, packed, *rest: output(key, sampled, accepted, packed[0], *rest))
+    reasons = structural(runner, key, LLAMA)
+    assert flats and any(
+        reason == "unpack returns the packed batch" or "the packed batch is read by" in reason
+        for reason in reasons
+    )
+
+
+def test_packed_batch_read_beside_unpack_is_refused(runner, key, monkeypatch):
+    lay_out, flats = steps.lay_out, []
+    original = steps._named
+
+    def recording(name, function):
+        jitted = original(name, function)
+        if name != "unpack":
+            return jitted
+        return lambda flat: flats.append(flat) or jitted(flat)
+
+    def shifted(key, tiling, packed, num_tokens):
+        return lay_out(key, tiling, packed, num_tokens + flats[-1][0])
+
+    monkeypatch.setattr(steps, "_named", recording)
+    monkeypatch.setattr(steps, "lay_out", shifted)
+    (reason,) = structural(runner, key, LLAMA)
+    assert reason.startswith("the packed batch is read by ['unpack', ")
+
+
+def bypass(monkeypatch, forward_of):
+    """A step whose forward gets the host's ids: forward_of(named, function, prompt ids)."""
+    original, host_ids = steps._named, []
+
+    def named(name, function):
+        jitted = original(name, function)
+        if name == "unpack":
+
+            def unpack(flat):
+                ids, packed = jitted(flat)
+                host_ids.append(ids)
+                return ids, packed
+
+            return unpack
+        return forward_of(original, function, host_ids) if name == "forward" else jitted
+
+    monkeypatch.setattr(steps, "_named", named)
+
+
+def test_host_ids_beside_the_resolved_ones_are_refused(runner, key, monkeypatch):
+    def forward_of(named, function, host_ids):
+        return named(
+            "forward",
+            lambda params, cache, ids, batch: function(params, cache, ids + host_ids[-1], batch),
+        )
+
+    bypass(monkeypatch, forward_of)
+    assert structural(runner, key, LLAMA) == [
+        "host ids are read by ['resolve_ids', 'forward'], only resolve_ids may read them"
+    ]
+
+
+def test_host_ids_instead_of_the_resolved_ones_are_refused(runner, key, monkeypatch):
+    def forward_of(named, function, host_ids):
+        forward = named("forward", function)
+        return lambda params, cache, ids, batch: forward(params, cache, host_ids[-1], batch)
+
+    bypass(monkeypatch, forward_of)
+    assert structural(runner, key, LLAMA) == [
+        "host ids are read by ['resolve_ids', 'forward'], only resolve_ids may read them",
+        "resolved ids are read by [], only ['forward'] may read them",
+        UNREAD,
+    ]
+
+
+def test_host_ids_that_nothing_resolves_are_refused(runner, key, monkeypatch):
+    original = steps._named
+
+    def named(name, function):
+        jitted = original(name, function)
+        if name != "resolve_ids":
+            return jitted
+        return lambda ids, *rest: jitted(jnp.ones_like(ids), *rest)
+
+    monkeypatch.setattr(steps, "_named", named)
+    assert structural(runner, key, LLAMA) == [
+        "host ids are read by [], only resolve_ids may read them"
+    ]
+
+
+def test_resolved_ids_read_beside_the_forward_are_refused(runner, key, monkeypatch):
+    advance = steps.advance
+    seen = []
+    original = steps._named
+
+    def named(name, function):
+        jitted = original(name, function)
+        if name != "resolve_ids":
+            return jitted
+
+        def resolve(*args):
+            seen.append(jitted(*args))
+            return seen[-1]
+
+        return resolve
+
+    def keeping(state, cache, packed, accepted, counts):
+        state = advance(state, cache, packed, accepted, counts)
+        return dataclasses.replace(state, counters=state.counters + seen[-1].token_ids[:2])
+
+    monkeypatch.setattr(steps, "_named", named)
+    monkeypatch.setattr(steps, "advance", keeping)
+    (reason,) = structural(runner, key, LLAMA)
+    assert reason.startswith("resolved ids are read by ['forward', ")
+
+
+def test_step_without_a_named_function_is_refused(runner, key, monkeypatch):
+    original = steps._named
+    monkeypatch.setattr(
+        steps,
+        "_named",
+        lambda name, function: original("embed" if name == "resolve_ids" else name, function),
+    )
+    assert structural(runner, key, LLAMA) == [
+        "the step has 0 inner functions named 'resolve_ids', needs one"
+    ]
+
+
+# --- donation and parameters ---
+
+
+def donation(function, num_params: int = 1, **options) -> list[str]:
+    """Reasons against a program of (params, state), the state of two leaves."""
+    arguments = [jnp.ones((3,)), {"a": jnp.ones((4,)), "b": jnp.ones((5,))}]
+    compiled = jax.jit(function, keep_unused=True, **options).lower(*arguments).compile()
+    findings = contract.check_donation(toys.decode_key(), compiled, num_params, arguments[1])
+    return [finding.reason for finding in findings]
+
+
+def test_state_updated_in_place_is_accepted_leaf_by_leaf():
+    assert donation(lambda p, s: jax.tree.map(lambda x: x + 1, s), donate_argnums=1) == []
+
+
+def test_state_that_is_not_donated_is_refused_leaf_by_leaf():
+    assert donation(lambda p, s: jax.tree.map(lambda x: x + 1, s)) == [
+        "state leaf ['a'] is not updated in place",
+        "state leaf ['b'] is not updated in place",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_one_leaf_of_another_dtype_is_refused_by_its_path():
+    def step(params, state):
+        return state | {"b": state["b"].astype(jnp.bfloat16)}
+
+    assert donation(step, donate_argnums=1) == ["state leaf ['b'] is not updated in place"]
+
+
+def test_leaf_that_lands_in_another_parameters_buffer_is_refused():
+    assert donation(
+        lambda p, s: jax.tree.map(lambda x: x + 1, s), num_params=2, donate_argnums=1
+    ) == [
+        "state leaf ['a'] is not updated in place",
+        "state leaf ['b'] is not updated in place",
+    ]
+
+
+def returning_other_pools(config, params, cache, token_ids, batch, *, tap):
+    hidden, cache = decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+    pools = jax.tree.map(lambda pool: pool.astype(jnp.bfloat16), cache.pools)
+    return hidden, dataclasses.replace(cache, pools=pools)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_forward_that_returns_a_fresh_pool_is_refused_and_never_run(runner, key):
+    assert proofs(runner, key, llama_with(returning_other_pools)) == [
+        ("structural", "state leaf .pools[0][0] is not updated in place"),
+        ("dynamic", "not run: the state is not donated"),
+    ]
+
+
+def test_parameter_that_no_program_reads_is_refused_by_its_path(runner, key):
+    jaxpr = toys.jaxpr_of(runner, llama_with(unread_head := without_mlp), key)
+    assert unread_head is without_mlp
+    findings = contract.check_parameters(key, jaxpr, runner.shapes.params)
+    assert [(finding.proof, finding.reason) for finding in findings] == [
+        ("structural", f"parameter ['layers']['0']['{name}'].kernel is never read")
+        for name in ("down", "gate_up", "o", "qkv")
+    ]
+
+
+def without_mlp(config, params, cache, token_ids, batch, *, tap):
+    """Embeds and norms: no layer runs."""
+    del tap, batch
+    scale = decoder.vector(config, params["vectors"], "norm")
+    hidden = params["embed"].kernel[token_ids]
+    return hidden * scale[None], cache
+
+
+# --- forwards that only the three runs refuse ---
+
+
+def multiplying_by_zero(config, params, cache, token_ids, batch, *, tap):
+    params = {**params, "embed": Rows(kernel=params["embed"].kernel * 0)}
+    return decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+
+
+def keeping_a_stale_copy(config, params, cache, token_ids, batch, *, tap):
+    """Writes its first ids into the trash page and embeds those ever after."""
+    pool = cache.pools[0][0]
+    num_tokens = token_ids.shape[0]
+    kept = pool[0, 0, 0, 0, :num_tokens].astype(jnp.int32)
+    token_ids = jnp.where(kept > 0, kept, token_ids)
+    hidden, cache = decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+    pool = cache.pools[0][0].at[0, 0, 0, 0, :num_tokens].set(token_ids.astype(jnp.float32))
+    return hidden, dataclasses.replace(cache, pools=((pool,),))
+
+
+def carrying_to_nowhere(config, params, cache, token_ids, batch, *, tap):
+    """The ids are the carry of a loop whose other carry never looks at them."""
+
+    def body(_, carry):
+        ids, embedded = carry
+        return ids + 1, embedded + 1
+
+    _, embedded = jax.lax.fori_loop(0, 3, body, (token_ids, jnp.zeros_like(token_ids)))
+    return decoder.forward(config, params, cache, embedded, batch, tap=tap)
+
+
+def losing_ids_in_an_unknown_operation(config, params, cache, token_ids, batch, *, tap):
+    """A while loop counts as reading all it is given."""
+
+    def body(carry):
+        return carry[0], carry[1] + 1
+
+    def is_going(carry):
+        return carry[1][0] < 2
+
+    _, embedded = jax.lax.while_loop(is_going, body, (token_ids, jnp.zeros_like(token_ids)))
+    return decoder.forward(config, params, cache, embedded, batch, tap=tap)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        multiplying_by_zero,
+        keeping_a_stale_copy,
+        carrying_to_nowhere,
+        losing_ids_in_an_unknown_operation,
+    ],
+)
+def test_only_the_dynamic_proof_refuses_a_forward_whose_ids_change_nothing(runner, key, forward):
+    registration = llama_with(forward)
+    assert structural(runner, key, registration) == []
+    assert proofs(runner, key, registration) == [("dynamic", EQUAL)]
+
+
+def test_only_the_dynamic_proof_refuses_a_last_token_of_another_slot(runner, key, monkeypatch):
+    def neighbours(vocab_size, prompt_ids, last_tokens, packed, batch):
+        last_tokens = jnp.roll(last_tokens, 1)
+        return resolve(vocab_size, prompt_ids, last_tokens, packed, batch)
+
+    resolve = steps.resolve_ids
+    monkeypatch.setattr(steps, "resolve_ids", neighbours)
+    (proof, reason), *others = proofs(runner, key, LLAMA)
+    assert proof == "dynamic" and "run C (ids on the device) differ from run A" in reason
+    assert {proof for proof, _ in others} <= {"dynamic"}
+
+
+def test_only_the_dynamic_proof_refuses_ids_taken_from_the_host(runner, key, monkeypatch):
+    resolve = steps.resolve_ids
+
+    def host_only(vocab_size, prompt_ids, last_tokens, packed, batch):
+        packed = dataclasses.replace(packed, kinds=packed.kinds & ~1)
+        return resolve(vocab_size, prompt_ids, last_tokens, packed, batch)
+
+    monkeypatch.setattr(steps, "resolve_ids", host_only)
+    reasons = proofs(runner, key, LLAMA)
+    assert ("dynamic", "logprobs of run C (ids on the device) differ from run A in rows [0, 1]") in (
+        reasons
+    )
+
+
+def not_finite(config, params, cache, token_ids, batch, *, tap):
+    hidden, cache = decoder.forward(config, params, cache, token_ids, batch, tap=tap)
+    return jnp.where(token_ids[:, None] > 0, jnp.nan, hidden), cache
+
+
+def test_dynamic_proof_refuses_what_is_not_finite(runner, key):
+    assert ("dynamic", "logprobs of run A are not finite") in proofs(
+        runner, key, llama_with(not_finite)
+    )
+
+
+def test_score_program_that_ignores_the_prompt_is_refused(runner):
+    score = next(key for key in runner.programs.steps if key.head == "score")
+    (finding, *_) = contract.warm_up(
+        toys.runner_of(runner, llama_with(multiplying_by_zero), score), score
+    )
+    assert str(finding) == (
+        f"dynamic proof failed for {score}: prompt log-probabilities ignore the prompt ids"
+    )
+
+
+# --- the start ---
+
+
+def test_engine_of_a_refused_forward_never_becomes_ready(runner, key):
+    run = toys.runner_of(runner, llama_with(multiplying_by_zero), key)
+    with pytest.raises(contract.ContractError) as refusal:
+        contract.prove(run, lambda *_: None)
+    assert str(refusal.value) == f"dynamic proof failed for {key}: {EQUAL}"
+
+
+def test_proofs_leave_an_empty_state_behind(runner):
+    contract.prove(runner, lambda *_: None)
+    fresh = runner.programs.fresh()
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), runner.state, fresh)
+    assert all(jax.tree.leaves(same))
+
+
+def test_every_program_of_a_mixed_ladder_is_proved_with_both_kinds_of_rows(runner):
+    for key in runner.programs.steps:
+        assert contract.prove_program(runner, key) == []
+    num_device, num_host = runner.device_counters()
+    assert num_device > 0 and num_host > 0
+
+
+def test_eager_lane_is_excepted(runner, monkeypatch):
+    settings = dataclasses.replace(runner.settings, lane="eager")
+    monkeypatch.setattr(runner, "settings", settings)
+    before = runner.device_counters()
+    stages = []
+    contract.prove(runner, lambda *stage: stages.append(stage))
+    assert stages == [] and runner.device_counters() == before
+
+
+# --- treadle check ---
+
+
+def check_on_the_smallest_ladder(registration, monkeypatch) -> tuple[bool, list[str]]:
+    lines = []
+    monkeypatch.setattr(check, "_start", lambda registration, _: toys.start(registration))
+    return check.check_registration(registration, lines.append), lines
+
+
+def test_check_reports_every_program_of_a_family(capsys):
+    lines = []
+    assert check.check(["LlamaForCausalLM"], lines.append)
+    assert len(lines) == 7 and all("rows" in line for line in lines)
+    assert all(line.endswith(": structural holds, dynamic holds") for line in lines)
+    assert sum("decode rows" in line for line in lines) == 4
+    assert sum("mixed+score" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name in registry.architectures() if name != "LlamaForCausalLM"]
+)
+def test_check_holds_for_every_other_registration(architecture, monkeypatch):
+    holds, lines = check_on_the_smallest_ladder(registry.get(architecture), monkeypatch)
+    assert holds and len(lines) == 5
+    assert all(
+        line.startswith(f"{architecture}: ") and line.endswith(": structural holds, dynamic holds")
+        for line in lines
+    )
+
+
+def test_check_names_the_proof_that_failed(monkeypatch):
+    monkeypatch.setattr(toys, "CONFIG", dataclasses.replace(toys.CONFIG, max_programs=5))
+    holds, lines = check_on_the_smallest_ladder(llama_with(ignoring), monkeypatch)
+    assert not holds
+    assert lines[0].endswith(f": structural FAILED: {UNREAD}, dynamic FAILED: {EQUAL}")
+
+
+def test_check_of_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'NoSuch' is not registered; known: LlamaForCausalLM"):
+        check.check(["NoSuch"], print)
+
+
+def test_undeclared_registration_is_checked_without_a_row_from_the_device(monkeypatch):
+    undeclared = dataclasses.replace(LLAMA, device_token_ids=False)
+    holds, lines = check_on_the_smallest_ladder(undeclared, monkeypatch)
+    assert holds and lines[-1] == "LlamaForCausalLM: sync lane: not applicable"
+    assert all(line.endswith(": donation and parameters holds") for line in lines[:-1])
+
+
+def test_undeclared_registration_that_was_given_a_device_id_fails_the_check(monkeypatch):
+    undeclared = dataclasses.replace(LLAMA, device_token_ids=False)
+    monkeypatch.setattr(check, "_check_program", lambda *_: True)
+    monkeypatch.setattr("engine.execution.runner.Runner.device_counters", lambda _: (3, 1))
+    holds, lines = check_on_the_smallest_ladder(undeclared, monkeypatch)
+    assert not holds
+    assert lines == ["LlamaForCausalLM: sync lane: FAILED: 3 rows came from the device"]
+
+
+def test_undeclared_registration_runs_on_the_sync_lane_or_refuses():
+    model = toys.model_of(dataclasses.replace(LLAMA, device_token_ids=False))
+    assert choose_lane(toys.CONFIG, model) == "sync"
+    with pytest.raises(ValueError, match="lane is sync: LlamaForCausalLM does not declare"):
+        choose_lane(dataclasses.replace(toys.CONFIG, require_overlap=True), model)

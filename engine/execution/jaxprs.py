@@ -57,7 +57,7 @@ def callbacks(jaxpr: Any) -> list[str]:
         equation.primitive.name
         for inner in walk(jaxpr)
         for equation in body(inner).eqns
-        if "callback" in equation.primitive.name or "feed" in equation.primitive.name
+        if any(word in equation.primitive.name for word in ("callback", "feed", "debug_print"))
     ]
 
 
@@ -119,7 +119,7 @@ def _is_var(value: Any) -> bool:
 
 def _live_operands(equation: Any, outs: list[bool]) -> list[bool]:
     name = equation.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"):
+    if name in ("jit", "pjit", "closed_call", "core_call", "remat2"):
         return live_inputs(next(sub_jaxprs(equation)), outs)
     if name == "cond":
         branches = [live_inputs(branch, outs) for branch in equation.params["branches"]]

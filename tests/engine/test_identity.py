@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.core import Core
 from engine.request import Request
+from engine.scheduling.scheduler import Scheduler
 from engine.text.tokenizer import load_tokenizer
 from tests.engine import loop
 
@@ -22,9 +24,8 @@ LOGIT_TOLERANCE = 1e-3
 """float32; two ids closer than this may change places between two programs."""
 
 SETTINGS = {
-    "max_rows": 16,
-    "row_rungs": (16,),
-    "max_chunk_rows": 16,
+    "page_size": 8,
+    "max_model_len": 160,
     "token_rungs": (BUDGET,),
     "token_budget": BUDGET,
 }
@@ -85,40 +86,42 @@ def alone(pinned, requests) -> loop.Outputs:
     return outputs
 
 
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
-def test_batched_in_another_order(pinned, requests, alone, order):
-    queue = list(reversed(requests))
-    if order == "shuffled":
-        random.Random(order).shuffle(queue)
-    assert_same(loop.run(loop.rescheduled(pinned), queue), alone)
-
-
-def test_batched_from_a_cold_and_a_warm_cache(pinned, requests, alone):
-    batched = loop.rescheduled(pinned)
-    assert_same(loop.run(batched, requests), alone)
+def test_batched_in_reverse_in_chunks_of_64_and_again_from_a_warm_cache(pinned, requests, alone):
+    batched = loop.rescheduled(pinned, max_chunk=64)
+    assert_same(loop.run(batched, requests[::-1]), alone)
     cold = batched.stats()
     assert_same(loop.run(batched, requests), alone)
-    warm = batched.stats()
-    assert warm.prefix_hits - cold.prefix_hits > cold.prefix_hits + 500
-    assert warm.device_rows > 0
+    assert batched.stats().prefix_hits - cold.prefix_hits > cold.prefix_hits + 500
+    assert batched.runner.device_counters()[0] > NUM_REQUESTS
 
 
-@pytest.mark.parametrize("max_chunk", [1, 7, 64])
-def test_prompts_in_chunks(pinned, requests, alone, max_chunk):
-    # Chunks of 1 take a step per prompt token: a quarter of the requests, the longest left out.
+class Preempting(Scheduler):
+    """Preempts the newest row every few steps: short outputs would seldom run out of pages."""
+
+    EVERY = 6
+
+    def schedule(self):
+        working = np.flatnonzero(self._ledger.has_work).tolist()
+        if len(working) > 1 and self._next_step % self.EVERY == 0:
+            self._preempt(max(working, key=self._order))
+        return super().schedule()
+
+
+def test_shuffled_in_chunks_of_7_under_forced_preemption(pinned, requests, alone):
+    queue = random.Random(7).sample(requests, len(requests))
+    crowded = loop.rescheduled(pinned, Preempting, num_pages=60, max_chunk=7)
+    assert_same(loop.run(crowded, queue), alone)
+    assert crowded.stats().preemptions >= 20
+
+
+def test_prompts_token_by_token(pinned, requests, alone):
+    # A step per prompt token is slow: a quarter of the requests, the longest left out.
     short = [one for one in requests if len(one.prompt_ids) <= 40][: NUM_REQUESTS // 4]
-    chunked = loop.rescheduled(pinned, max_chunk=max_chunk, prefix_cache=False)
-    assert_same(loop.run(chunked, short if max_chunk == 1 else requests), alone)
+    assert_same(loop.run(loop.rescheduled(pinned, max_chunk=1, prefix_cache=False), short), alone)
 
 
-def test_forced_preemption(pinned, requests, alone):
-    crowded = loop.rescheduled(pinned, num_pages=24)
-    assert_same(loop.run(crowded, requests), alone)
-    assert crowded.stats().preemptions >= 10
-
-
-def test_sync_lane(pinned, requests, alone):
-    sync = loop.rescheduled(pinned, ids_from_host=True)
+def test_whole_prompts_on_the_sync_lane(pinned, requests, alone):
+    sync = loop.rescheduled(pinned, ids_from_host=True, prefix_cache=False)
     before = sync.stats()
     assert_same(loop.run(sync, requests), alone)
     after = sync.stats()
@@ -150,7 +153,7 @@ def test_served_tokens_are_the_best_of_a_replay(core, requests):
                     assert gap <= LOGIT_TOLERANCE
                     num_greedy += 1
                     num_allowed += gap > 0
-    assert num_greedy > 200
+    assert num_greedy > 150
     assert num_allowed * 1000 <= num_greedy, f"{num_allowed} of {num_greedy} used the allowance"
 
 

@@ -121,7 +121,7 @@ def test_mixed_steps_have_decode_rows_and_chunks_together(llama_core, monkeypatc
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_eager_lane_equals_overlap(core, family, sampler):
-    requests = crowd(family, sampler, count=3, longest=20)
+    requests = crowd(family, sampler, count=4)
     requests = [dataclasses.replace(one, max_tokens=4) for one in requests]
     expected = loop.run(loop.rescheduled(core), requests)
     found, stats, counters = loop.apart(lambda: run_eager(core.info.model_path, requests))

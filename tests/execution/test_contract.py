@@ -168,31 +168,43 @@ def test_host_ids_that_leave_unpack_twice_are_refused(runner, key, monkeypatch):
     assert structural(runner, key, LLAMA) == ["unpack returns the host ids a second time"]
 
 
-def test_packed_batch_that_leaves_unpack_whole_is_refused(runner, key, monkeypatch):
-    monkeypatch.setattr(steps, "unpack", unpack_with(lambda ids, packed, flat: (ids, (packed, flat))))
-    lay_out, resolve = steps.lay_out, steps.resolve_ids
-    flats = []
+def toy_step(unpack):
+    """A step of the named functions alone, whose unpack also returns what it likes."""
 
-    def opened(key, tiling, packed, num_tokens):
-        flats.append(packed[1])
-        return lay_out(key, tiling, packed[0], num_tokens)
+    def step(flat):
+        ids, others = steps._named("unpack", unpack)(flat)
+        token_ids = steps._named("resolve_ids", lambda ids: ids + 1)(ids)
+        hidden = steps._named("forward", lambda ids: ids.astype(jnp.float32))(token_ids)
+        return hidden, [other + 1 for other in others]
 
-    monkeypatch.setattr(steps, "lay_out", opened)
-    monkeypatch.setattr(
-        steps,
-        "resolve_ids",
-        lambda vocab_size, ids, last, packed, batch: resolve(vocab_size, ids, last, packed[0], batch),
-    )
-    monkeypatch.setattr(steps, "sample", lambda key, logits, packed, *rest, unroll: steps.sampling.greedy(logits))
-    accept, advance, output = steps.accept, steps.advance, steps._output
-    monkeypatch.setattr(steps, "accept", lambda key, ids, drafts, packed, batch: accept(key, ids, drafts, packed[0], batch))
-    monkeypatch.setattr(steps, "advance", lambda state, cache, packed, *rest: advance(state, cache, packed[0], *rest))
-    monkeypatch.setattr(steps, "_output", lambda key, sampled, accepted, packed, *rest: output(key, sampled, accepted, packed[0], *rest))
-    reasons = structural(runner, key, LLAMA)
-    assert flats and any(
-        reason == "unpack returns the packed batch" or "the packed batch is read by" in reason
-        for reason in reasons
-    )
+    return step
+
+
+def toy_reasons(unpack) -> list[str]:
+    key = toys.decode_key()
+    size = packing.batch_ranges(key, 1).size
+    jaxpr = jax.jit(toy_step(unpack)).trace(jnp.zeros((size,), jnp.int32)).jaxpr
+    return [finding.reason for finding in contract.check_structure(key, jaxpr, 1)]
+
+
+def sliced_ids(flat):
+    return jax.lax.slice(flat, (flat.shape[0] - 2,), flat.shape)
+
+
+def test_toy_step_itself_is_accepted():
+    assert toy_reasons(lambda flat: (sliced_ids(flat), [])) == []
+
+
+def test_packed_batch_that_leaves_unpack_whole_is_refused():
+    reasons = toy_reasons(lambda flat: (sliced_ids(flat), [flat]))
+    assert reasons == ["unpack returns the packed batch"]
+
+
+def test_packed_batch_handed_on_inside_unpack_is_refused():
+    def unpack(flat):
+        return sliced_ids(flat), [jax.jit(lambda x: x * 2)(flat)]
+
+    assert toy_reasons(unpack) == ["unpack reads the packed batch by jit, only by static slices"]
 
 
 def test_packed_batch_read_beside_unpack_is_refused(runner, key, monkeypatch):
@@ -366,8 +378,7 @@ def test_forward_that_returns_a_fresh_pool_is_refused_and_never_run(runner, key)
 
 
 def test_parameter_that_no_program_reads_is_refused_by_its_path(runner, key):
-    jaxpr = toys.jaxpr_of(runner, llama_with(unread_head := without_mlp), key)
-    assert unread_head is without_mlp
+    jaxpr = toys.jaxpr_of(runner, llama_with(without_layers), key)
     findings = contract.check_parameters(key, jaxpr, runner.shapes.params)
     assert [(finding.proof, finding.reason) for finding in findings] == [
         ("structural", f"parameter ['layers']['0']['{name}'].kernel is never read")
@@ -375,7 +386,7 @@ def test_parameter_that_no_program_reads_is_refused_by_its_path(runner, key):
     ]
 
 
-def without_mlp(config, params, cache, token_ids, batch, *, tap):
+def without_layers(config, params, cache, token_ids, batch, *, tap):
     """Embeds and norms: no layer runs."""
     del tap, batch
     scale = decoder.vector(config, params["vectors"], "norm")
@@ -462,9 +473,10 @@ def test_only_the_dynamic_proof_refuses_ids_taken_from_the_host(runner, key, mon
 
     monkeypatch.setattr(steps, "resolve_ids", host_only)
     reasons = proofs(runner, key, LLAMA)
-    assert ("dynamic", "logprobs of run C (ids on the device) differ from run A in rows [0, 1]") in (
-        reasons
-    )
+    assert (
+        "dynamic",
+        "logprobs of run C (ids on the device) differ from run A in rows [0, 1]",
+    ) in (reasons)
 
 
 def not_finite(config, params, cache, token_ids, batch, *, tap):
@@ -530,7 +542,7 @@ def check_on_the_smallest_ladder(registration, monkeypatch) -> tuple[bool, list[
     return check.check_registration(registration, lines.append), lines
 
 
-def test_check_reports_every_program_of_a_family(capsys):
+def test_check_reports_every_program_of_a_family():
     lines = []
     assert check.check(["LlamaForCausalLM"], lines.append)
     assert len(lines) == 7 and all("rows" in line for line in lines)
@@ -551,11 +563,19 @@ def test_check_holds_for_every_other_registration(architecture, monkeypatch):
     )
 
 
-def test_check_names_the_proof_that_failed(monkeypatch):
-    monkeypatch.setattr(toys, "CONFIG", dataclasses.replace(toys.CONFIG, max_programs=5))
-    holds, lines = check_on_the_smallest_ladder(llama_with(ignoring), monkeypatch)
+def check_one_program(runner, key, registration, monkeypatch) -> tuple[bool, list[str]]:
+    run, lines = toys.runner_of(runner, registration, key), []
+    monkeypatch.setattr(run, "close", lambda: None)
+    monkeypatch.setattr(check, "_start", lambda *_: run)
+    return check.check_registration(registration, lines.append), lines
+
+
+def test_check_names_the_proof_that_failed(runner, key, monkeypatch):
+    holds, lines = check_one_program(runner, key, llama_with(ignoring), monkeypatch)
     assert not holds
-    assert lines[0].endswith(f": structural FAILED: {UNREAD}, dynamic FAILED: {EQUAL}")
+    assert lines == [
+        f"LlamaForCausalLM: {key}: structural FAILED: {UNREAD}, dynamic FAILED: {EQUAL}"
+    ]
 
 
 def test_check_of_an_unknown_name_lists_the_known_ones():
@@ -563,18 +583,22 @@ def test_check_of_an_unknown_name_lists_the_known_ones():
         check.check(["NoSuch"], print)
 
 
-def test_undeclared_registration_is_checked_without_a_row_from_the_device(monkeypatch):
-    undeclared = dataclasses.replace(LLAMA, device_token_ids=False)
-    holds, lines = check_on_the_smallest_ladder(undeclared, monkeypatch)
-    assert holds and lines[-1] == "LlamaForCausalLM: sync lane: not applicable"
-    assert all(line.endswith(": donation and parameters holds") for line in lines[:-1])
+def test_undeclared_registration_is_checked_without_a_row_from_the_device(runner, key, monkeypatch):
+    undeclared = llama_with(multiplying_by_zero, device_token_ids=False)
+    holds, lines = check_one_program(runner, key, undeclared, monkeypatch)
+    assert holds and lines == [
+        f"LlamaForCausalLM: {key}: donation and parameters holds",
+        "LlamaForCausalLM: sync lane: not applicable",
+    ]
 
 
-def test_undeclared_registration_that_was_given_a_device_id_fails_the_check(monkeypatch):
+def test_undeclared_registration_that_was_given_a_device_id_fails_the_check(
+    runner, key, monkeypatch
+):
     undeclared = dataclasses.replace(LLAMA, device_token_ids=False)
     monkeypatch.setattr(check, "_check_program", lambda *_: True)
     monkeypatch.setattr("engine.execution.runner.Runner.device_counters", lambda _: (3, 1))
-    holds, lines = check_on_the_smallest_ladder(undeclared, monkeypatch)
+    holds, lines = check_one_program(runner, key, undeclared, monkeypatch)
     assert not holds
     assert lines == ["LlamaForCausalLM: sync lane: FAILED: 3 rows came from the device"]
 

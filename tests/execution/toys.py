@@ -52,9 +52,7 @@ def runner_of(base: Runner, registration: Registration, *keys: ProgramKey) -> Ru
     """Another forward on a runner's parameters, with programs of some keys only."""
     shapes = dataclasses.replace(base.shapes, model=model_of(registration))
     programs = compile_programs(shapes, keys, base.programs.install_shape, lambda *_: None)
-    return Runner(
-        base.settings, shapes.model, base.params, programs, shapes, base.plan, base.guard
-    )
+    return Runner(base.settings, shapes.model, base.params, programs, shapes, base.plan, base.guard)
 
 
 def jaxpr_of(base: Runner, registration: Registration, key: ProgramKey) -> Any:

@@ -108,38 +108,65 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model is empty; give a directory, a .gguf file or a config.json")
-        if not 1 <= self.depth <= 3:
-            raise ValueError(f"depth is {self.depth}, the engine runs 1 to 3 launches in flight")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction is {self.memory_fraction}, it must lie in (0, 1]")
-        for name in (
-            "max_model_len",
-            "max_rows",
-            "token_budget",
-            "max_chunk_rows",
-            "max_chunk",
-            "page_size",
-            "max_programs",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
-        if self.num_pages is not None and self.num_pages < 2:
-            raise ValueError(
-                f"num_pages is {self.num_pages}, it must be at least 2 (page 0 is trash)"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}"
+                )
+        for name, (low, high) in _COUNTS.items():
+            _check_count(name, getattr(self, name), low, high)
+        fraction = self.memory_fraction
+        if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {fraction!r}, it must lie in (0, 1]")
         for field in dataclasses.fields(Limits):
-            bound = getattr(self.limits, field.name)
+            bound, most = getattr(self.limits, field.name), getattr(LIMITS, field.name)
             if bound < 0:
                 raise ValueError(f"limits.{field.name} is {bound}, a limit cannot be negative")
+            if bound > most:
+                raise ValueError(
+                    f"limits.{field.name} is {bound}; it can be lowered, not raised above {most}"
+                )
         for name in ("row_rungs", "token_rungs", "page_table_rungs"):
-            rungs = getattr(self, name)
-            if rungs is not None and (
-                not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1
-            ):
-                raise ValueError(f"{name} is {rungs}, it must be rising positive numbers")
+            _check_rungs(name, getattr(self, name))
 
     @property
     def path(self) -> pathlib.Path:
         """The model's place on disk."""
         return pathlib.Path(self.model).expanduser()
+
+
+_CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "policy": ("fcfs", "priority"),
+}
+_COUNTS = {
+    "max_model_len": (1, None),
+    "max_rows": (1, None),
+    "token_budget": (1, None),
+    "max_chunk_rows": (1, None),
+    "max_chunk": (1, None),
+    "page_size": (1, None),
+    "num_pages": (2, None),  # page 0 is trash
+    "max_programs": (1, None),
+    "depth": (1, 3),
+}
+"""Bounds of whole numbers; None is no bound."""
+
+
+def _check_count(name: str, value: object, low: int, high: int | None) -> None:
+    if value is None and name != "depth":
+        return
+    span = f"at least {low}" if high is None else f"{low} to {high}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, it must be a whole number, {span}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} is {value}, it must be {span}")
+
+
+def _check_rungs(name: str, rungs: tuple[int, ...] | None) -> None:
+    if rungs is None:
+        return
+    is_whole = isinstance(rungs, tuple) and all(type(rung) is int for rung in rungs)
+    if not is_whole or not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
+        raise ValueError(f"{name} is {rungs!r}, it must be a tuple of rising positive numbers")

@@ -121,6 +121,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> 
         raise ValueError(
             f"rope scaling {kind!r} is not supported; known: default, dynamic, linear, llama3"
         )
+    if "factor" not in scaling:
+        raise ValueError(f"rope scaling {kind!r} has no 'factor'; add it to config.json")
     return RopeConfig(
         theta=theta,
         head_dim=head_dim,
@@ -370,6 +372,12 @@ def _flat_qkv_bias(c: DecoderConfig, names: Names, i: int, offset: int) -> list[
 
 def _rows_of(x: np.ndarray, start: int, count: int) -> np.ndarray:
     return x[start : start + count]
+
+
+def ignores(config: DecoderConfig, name: str, names: Names) -> bool:
+    """Old rotary tables, and the stored copy of the embedding that some tied checkpoints carry."""
+    is_tied_head = config.tie_word_embeddings and name == names.head
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def cache_spec(config: DecoderConfig, page_size: int, dtype: str) -> CacheSpec:

@@ -33,6 +33,11 @@ def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
     return decoder.leaves(config, _NAMES)
 
 
+def ignores(config: decoder.DecoderConfig, name: str) -> bool:
+    """See `decoder.ignores`."""
+    return decoder.ignores(config, name, _NAMES)
+
+
 REGISTRATION = Registration(
     architecture="InternLM2ForCausalLM",
     parse_config=parse_config,
@@ -41,5 +46,6 @@ REGISTRATION = Registration(
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
     example=decoder.EXAMPLE,
+    ignores=ignores,
     device_token_ids=True,
 )

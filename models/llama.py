@@ -26,9 +26,9 @@ def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
     return decoder.leaves(config, decoder.Names())
 
 
-def ignores(name: str) -> bool:
-    """Rotary tables that old conversions stored."""
-    return name.endswith("rotary_emb.inv_freq")
+def ignores(config: decoder.DecoderConfig, name: str) -> bool:
+    """See `decoder.ignores`."""
+    return decoder.ignores(config, name, decoder.Names())
 
 
 REGISTRATION = Registration(

@@ -23,6 +23,11 @@ def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
     return decoder.leaves(config, decoder.Names())
 
 
+def ignores(config: decoder.DecoderConfig, name: str) -> bool:
+    """See `decoder.ignores`."""
+    return decoder.ignores(config, name, decoder.Names())
+
+
 REGISTRATION = Registration(
     architecture="MistralForCausalLM",
     parse_config=parse_config,
@@ -31,5 +36,6 @@ REGISTRATION = Registration(
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
     example={**decoder.EXAMPLE, "sliding_window": 24},
+    ignores=ignores,
     device_token_ids=True,
 )

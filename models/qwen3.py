@@ -27,6 +27,11 @@ def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
     return decoder.leaves(config, decoder.Names())
 
 
+def ignores(config: decoder.DecoderConfig, name: str) -> bool:
+    """See `decoder.ignores`."""
+    return decoder.ignores(config, name, decoder.Names())
+
+
 REGISTRATION = Registration(
     architecture="Qwen3ForCausalLM",
     parse_config=parse_config,
@@ -35,5 +40,6 @@ REGISTRATION = Registration(
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
     example=decoder.EXAMPLE,
+    ignores=ignores,
     device_token_ids=True,
 )

@@ -35,8 +35,8 @@ class Registration:
     """cache_spec(config, page_size, dtype)."""
     example: Mapping[str, Any] = dataclasses.field(hash=False)
     """A small config.json of this architecture, for proofs without a checkpoint."""
-    ignores: Callable[[str], bool] = lambda name: False
-    """True for checkpoint tensors that this architecture has no use for."""
+    ignores: Callable[[Any, str], bool] = lambda config, name: False
+    """ignores(config, name): True for checkpoint tensors that the model has no use for."""
     device_token_ids: bool = False
     """The forward reads its ids from the device array it is given. False: sync lane only."""
     max_rows: int | None = None
@@ -73,6 +73,10 @@ class Model:
     def leaves(self) -> Mapping[str, Leaf]:
         """Every parameter by dotted path."""
         return self.registration.leaves(self.config)
+
+    def ignores(self, name: str) -> bool:
+        """True for checkpoint tensors that this model has no use for."""
+        return self.registration.ignores(self.config, name)
 
     def cache_spec(self, page_size: int, dtype: str) -> CacheSpec:
         """The cache groups of this model."""

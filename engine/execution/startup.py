@@ -87,7 +87,7 @@ def _load(settings: Settings, model: Model, source: Any, mesh: Any, progress: Pr
             source,
             dtype=settings.dtype,
             put=put,
-            ignore=model.registration.ignores,
+            ignore=model.ignores,
             progress=report,
         )
     progress("load", 1.0, f"{time.perf_counter() - started:.1f} s")

@@ -67,7 +67,6 @@ def test_missing_head_is_named_unless_the_flag_ties_it(flag, tmp_path):
         error("qwen3_tied", folder)
 
 
-@pytest.mark.xfail(strict=True, reason="a stored head beside the flag is refused as left over")
 @pytest.mark.parametrize("name", ["llama_tied_bias", "qwen3_tied"])
 def test_stored_copy_of_the_embedding_does_not_stop_a_tied_model(name, tmp_path):
     folder = tiny.write_checkpoint(name, tmp_path)
@@ -182,7 +181,6 @@ def test_rope_scaling_without_code_is_refused_by_name(key, kind):
         decoder.parse_rope(config, head_dim=16, max_positions=4096)
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="a missing factor is a bare KeyError")
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
 def test_rope_scaling_without_its_factor_is_refused_by_name(kind):
     with pytest.raises(ValueError, match="factor"):

@@ -23,7 +23,7 @@ def load_params(
         source,
         dtype="float32",
         put=lambda buffer, leaf: jax.device_put(buffer),
-        ignore=model.registration.ignores,
+        ignore=model.ignores,
     )
 
 

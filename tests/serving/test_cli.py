@@ -110,7 +110,7 @@ def test_help_does_not_import_jax():
             ("chat", "m", "--depth", "two"),
             "error: Invalid value for '--depth': Input should be a valid integer",
         ),
-        (("chat", "m", "--depth", "4"), "error: depth is 4, the engine runs 1 to 3 launches"),
+        (("chat", "m", "--depth", "4"), "error: depth is 4, it must be 1 to 3"),
         (("chat", "m", "--memory-fraction", "2"), "error: memory_fraction is 2.0, it must lie in"),
         (("chat", "m", "--num-pages", "1"), "error: num_pages is 1, it must be at least 2"),
         (("generate", "m", "-i", "/no/such"), "error: No such file or directory: /no/such"),

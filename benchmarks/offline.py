@@ -21,7 +21,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -52,6 +52,7 @@ _HOST_STAGES = ("schedule", "pack", "launch", "settle")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the arguments name and writes the report."""
     options = _parser().parse_args(arguments)
+    report: dict[str, Any] = {}
     if options.first_token:
         from benchmarks import startup
 
@@ -62,13 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = sys.argv[1:] if arguments is None else list(arguments)
         report = startup.cold_and_warm(words, options.compilation_cache)
     else:
-        report = throughput(options)
-    text = json.dumps(report, indent=1, default=str) + "\n"
+        for report in throughput(options):
+            _write(options.json, report)  # a run cut short keeps what it measured
     if options.json is None:
-        print(text)
-    else:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text, encoding="utf-8")
+        print(_text(report))
+    _write(options.json, report)
+
+
+def _text(report: dict[str, Any]) -> str:
+    return json.dumps(report, indent=1, default=str) + "\n"
+
+
+def _write(path: pathlib.Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_text(report), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,8 +137,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     )
 
 
-def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts an engine and measures every shape on it."""
+def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Starts an engine and measures every shape on it; yields the report after each one."""
     from benchmarks import conditions
     from engine.core import Core
     from engine.serving.commands.bench import Shape
@@ -138,13 +147,15 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     shapes = [Shape.parse(name) for name in names]
     core = Core.start(engine_config(options), progress=_say)
     try:
-        return {
+        work = {"work": "greedy, ignore_eos, prefix cache off, distinct random prompts, medians"}
+        report: dict[str, Any] = {
             "benchmark": "offline",
-            "conditions": conditions.of_machine()
-            | conditions.of_engine(core)
-            | {"work": "greedy, ignore_eos, prefix cache off, distinct random prompts, medians"},
-            "results": [measure(core, shape, options.repeats, options.seed) for shape in shapes],
+            "conditions": conditions.of_machine() | conditions.of_engine(core) | work,
+            "results": [],
         }
+        for shape in shapes:
+            report["results"].append(measure(core, shape, options.repeats, options.seed))
+            yield report
     finally:
         core.close()
 

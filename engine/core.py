@@ -118,7 +118,8 @@ class Core:
         model, source, described, generation = startup.open_model(config)
         run = startup.start(config, model, source, stages)
         contract.prove(run, stages)
-        run.guard.arm()
+        if run.settings.lane != "eager":  # which compiles each operation as it comes
+            run.guard.arm()
         # Programs and parameters live as long as the engine: the collector need not visit them.
         gc.collect()
         gc.freeze()
@@ -168,13 +169,13 @@ class Core:
         Raises:
           RuntimeError: the engine's own thread compiled something after ready.
         """
-        self.runner.guard.check()
-        launch = self._launch()
-        is_full = len(self._in_flight) >= self.runner.settings.depth
-        if not self._in_flight or not (is_full or launch is None):
-            return launch is not None
-        self._settle_oldest()
-        return True
+        with self.runner.guard.step():
+            launch = self._launch()
+            is_full = len(self._in_flight) >= self.runner.settings.depth
+            if not self._in_flight or not (is_full or launch is None):
+                return launch is not None
+            self._settle_oldest()
+            return True
 
     def _launch(self) -> Launch | None:
         started = time.perf_counter()
@@ -252,6 +253,7 @@ class Core:
         while self._in_flight:
             self.runner.settle(self._in_flight.popleft())
         self.runner.close()
+        gc.unfreeze()
 
 
 class _StageClock:

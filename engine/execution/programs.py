@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -162,30 +163,41 @@ def _compile(
 
 
 class CompileGuard:
-    """Counts compiles after ready: those of the engine's threads are faults, others' are legal."""
+    """Counts compiles after ready: those made inside a step are faults, all others are legal.
+
+    Others are a notebook's cell, or another engine that starts on the same thread.
+    """
 
     def __init__(self) -> None:
-        self._threads: set[int] = set()
         self._is_armed = False
+        self._stepping_thread: int | None = None
         self.num_own = 0
         self.num_others = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def arm(self) -> None:
-        """From now on the calling thread may not compile."""
-        self._threads.add(threading.get_ident())
+        """From now on a step may not compile."""
         self._is_armed = True
 
-    def close(self) -> None:
-        """Stops listening."""
-        self._is_armed = False
-        jax.monitoring.unregister_event_duration_listener(self._heard)
-
-    def check(self) -> None:
-        """Raises when an engine thread compiled.
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Stands around one step of the engine.
 
         Raises:
-          RuntimeError: with the number of compiles.
+          RuntimeError: the step compiled something.
+        """
+        self._stepping_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._stepping_thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises when a step compiled something.
+
+        Raises:
+          RuntimeError: with the number of compiles so far.
         """
         if self.num_own:
             raise RuntimeError(
@@ -193,11 +205,16 @@ class CompileGuard:
                 "a program of the ladder"
             )
 
+    def close(self) -> None:
+        """Stops listening."""
+        self._is_armed = False
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
         if not self._is_armed or event != _COMPILE_EVENT:
             return
-        if threading.get_ident() in self._threads:
+        if threading.get_ident() == self._stepping_thread:
             self.num_own += 1
         else:
             self.num_others += 1

@@ -64,11 +64,7 @@ def start(model: object, **changes: Any) -> Core:
         "compilation_cache": None,
     }
     config = EngineConfig(model=str(model), **settings | changes)
-    # Other engines of this thread would take the compiles of this start for their own.
-    core = apart(lambda: Core.start(config))
-    core.runner.guard._threads.clear()
-    core.runner.guard.arm()
-    return core
+    return Core.start(config)
 
 
 def apart[T](work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ def fake_core(seconds: list[float]) -> Core:
     )
     runner = SimpleNamespace(
         settings=SimpleNamespace(depth=1),
-        guard=SimpleNamespace(check=lambda: None, num_own=0, num_others=0),
+        guard=SimpleNamespace(step=contextlib.nullcontext, num_own=0, num_others=0),
         counters=SimpleNamespace(steps={}, device_rows=0, host_rows=0),
         pack=lambda schedule: time.sleep(next(steps)),
         launch=lambda packed: SimpleNamespace(schedule=None),

@@ -95,21 +95,26 @@ def test_guard_is_deaf_until_it_is_armed(guard):
     guard.check()
 
 
-def test_compile_of_the_armed_thread_is_a_fault(guard):
+def test_compile_inside_a_step_is_a_fault(guard):
     guard.arm()
-    guard.check()
-    compile_something(102)
+    with guard.step():
+        pass
+    with (
+        pytest.raises(RuntimeError, match="1 compiles after ready on the engine's thread"),
+        guard.step(),
+    ):
+        compile_something(102)
     assert (guard.num_own, guard.num_others) == (1, 0)
-    with pytest.raises(RuntimeError, match="1 compiles after ready on the engine's thread"):
-        guard.check()
 
 
-def test_compile_of_another_thread_is_counted_and_legal(guard):
+def test_compile_of_another_thread_or_between_steps_is_counted_and_legal(guard):
     guard.arm()
     thread = threading.Thread(target=compile_something, args=(103,))
-    thread.start()
-    thread.join()
-    assert (guard.num_own, guard.num_others) == (0, 1)
+    with guard.step():
+        thread.start()
+        thread.join()
+    compile_something(105)
+    assert (guard.num_own, guard.num_others) == (0, 2)
     guard.check()
 
 

@@ -125,6 +125,9 @@ def prefill(
             jnp.any(group[2] > 0), attend_group, lambda out, group: (out, None), out, group
         )
 
+    if num_groups == 1:
+        out, _ = attend_group(jnp.zeros_like(grouped), (tile_rows, tile_starts, tile_lens))
+        return out.reshape(num_tokens, num_heads, head_dim)
     groups = jax.tree.map(
         lambda x: x.reshape(num_groups, tiles_at_once), (tile_rows, tile_starts, tile_lens)
     )

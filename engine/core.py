@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Lane
 from engine.execution import contract, startup
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
@@ -126,6 +126,25 @@ class Core:
         stages.finish()
         info = _info(config, run, described, generation, stages.seconds)
         return cls(Scheduler(_scheduler_config(run)), run, info)
+
+    def on_lane(self, lane: Lane, depth: int = 2) -> Core:
+        """A core over the same programs and weights on another lane, from an empty state.
+
+        The runner goes with it: this core is done.
+
+        Args:
+          lane: overlap or sync.
+          depth: launches in flight on the overlap lane.
+
+        Raises:
+          ValueError: the engine is not idle, or the runner cannot change to that lane.
+        """
+        if not self.is_idle:
+            raise ValueError("requests are live; finish or abort them before changing the lane")
+        self.runner.enter_lane(lane, depth)
+        settings = self.runner.settings
+        info = dataclasses.replace(self.info, lane=settings.lane, depth=settings.depth)
+        return Core(Scheduler(_scheduler_config(self.runner)), self.runner, info)
 
     @property
     def model(self) -> Model:
@@ -302,7 +321,7 @@ def _scheduler_config(run: Runner) -> SchedulerConfig:
         policy=config.policy,
         prefix_cache=config.prefix_cache,
         deterministic=config.deterministic,
-        ids_from_host=settings.lane == "sync",
+        ids_from_host=settings.lane == "sync" or not run.model.registration.device_token_ids,
         queue_limit=config.limits.queued_requests,
     )
 

@@ -147,6 +147,11 @@ def one_row(**fields):
             "3 rows of 3 tokens exceed the program decode rows 2",
         ),
         (
+            schedule_of([(s, DECODE, [1], 2) for s in range(5)]),
+            toys.mixed_key(),
+            "5 rows of 5 tokens exceed the program mixed rows 4 tokens 8",
+        ),
+        (
             schedule_of([(0, CHUNK, [1] * 9, 0)]),
             toys.mixed_key(),
             "1 rows of 9 tokens exceed the program mixed rows 4 tokens 8",

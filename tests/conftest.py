@@ -18,6 +18,15 @@ _SETTINGS = {
 for _name, _value in _SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
+# What these assert counts as a check of the test that calls them.
+_HELPERS = [
+    path.relative_to(Path(__file__).parents[1]).with_suffix("").as_posix().replace("/", ".")
+    for path in sorted(Path(__file__).parent.glob("*/*.py"))
+    if path.parent.name != "habits" and not path.name.startswith(("test_", "conftest"))
+]
+pytest.register_assert_rewrite(*_HELPERS)
+pytest_plugins = ["tests.habits.plugin", "pytester"]
+
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:

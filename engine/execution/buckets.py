@@ -38,11 +38,6 @@ class ProgramKey:
             f"pages {self.width} {self.sampler}"
         )
 
-    @property
-    def num_logit_rows(self) -> int:
-        """Positions that are sampled: every token of a decode program, else one per row."""
-        return self.tokens if self.is_decode else self.rows
-
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:

@@ -32,8 +32,6 @@ class ProgramShapes:
 
     model: Model
     tiling: Tiling
-    unroll: bool
-    """Write the sampler's searches out."""
     state: StateShape
     params: Any
     """Pytree of jax.ShapeDtypeStruct with shardings."""
@@ -64,7 +62,7 @@ class ProgramShapes:
 
     def trace_step(self, key: ProgramKey) -> jax.stages.Traced:
         """The step of one key. `keep_unused`: parameter numbers stay leaf numbers."""
-        step = make_step(self.model, key, self.tiling, self.num_groups, unroll=self.unroll)
+        step = make_step(self.model, key, self.tiling, self.num_groups)
         state = self.state_shapes()
         out_shardings = (jax.tree.map(lambda s: s.sharding, state), self.replicated)
         jitted = jax.jit(step, donate_argnums=(1,), keep_unused=True, out_shardings=out_shardings)

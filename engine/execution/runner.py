@@ -19,7 +19,7 @@ from engine.execution import plan as planning
 from engine.execution.buckets import ProgramKey
 from engine.execution.packing import pack, pack_install, unpack_output
 from engine.execution.programs import CompileGuard, Programs, ProgramShapes
-from engine.execution.settings import DeviceProfile, Settings
+from engine.execution.settings import DeviceProfile, Settings, refuse_undeclared
 from engine.execution.step import StepState, make_install, make_step
 from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import Install, RowKind, Schedule, StepResult
@@ -47,7 +47,6 @@ def _cpu_profile(device: sharding.Device) -> DeviceProfile:
         token_rungs=(128,),
         max_chunk_rows=8,
         tiling=Tiling(block_pages=16, tile_tokens=32, tiles_at_once=1),
-        unroll=False,
         compiler_options={},
         probe_options={},
         memory_bytes=int(pages),
@@ -70,7 +69,6 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
         token_rungs=(512, 2048),
         max_chunk_rows=16,
         tiling=Tiling(block_pages=128, tile_tokens=64, tiles_at_once=1024),
-        unroll=True,
         compiler_options=options,
         probe_options=options | {"xla_gpu_autotune_level": 0},
         memory_bytes=int(stats.get("bytes_limit", 0)),
@@ -140,6 +138,7 @@ class Runner:
 
     def pack(self, schedule: Schedule) -> PackedSchedule:
         """Checks a schedule and lays it out for its program."""
+        refuse_undeclared(schedule, self.model.registration)
         key = self.settings.ladder.key_of(schedule)
         flat = pack(
             schedule,
@@ -172,6 +171,28 @@ class Runner:
         """An empty state; what was in flight is void."""
         _delete(self.state)
         self.state = self.programs.fresh()
+
+    def enter_lane(self, lane: Lane, depth: int) -> None:
+        """Goes on with the same programs on another lane, from an empty state.
+
+        Raises:
+          ValueError: from or to the eager lane, which has no programs; or to the overlap lane with
+            a registration that does not declare device_token_ids.
+        """
+        registration = self.model.registration
+        if lane == "overlap" and not registration.device_token_ids:
+            raise ValueError(
+                f"{registration.architecture} does not declare device_token_ids; "
+                "it runs on the sync lane only"
+            )
+        if "eager" in (lane, self.settings.lane):
+            raise ValueError(
+                f"the lane is {self.settings.lane} and cannot become {lane}: eager has no "
+                "programs; start another engine"
+            )
+        depth = depth if lane == "overlap" else 1
+        self.settings = dataclasses.replace(self.settings, lane=lane, depth=depth)
+        self.reset_state()
 
     def replace_params(self, params: Any) -> None:
         """Swaps the weights without a compile.
@@ -234,7 +255,6 @@ class Runner:
                 key,
                 self.shapes.tiling,
                 self.shapes.num_groups,
-                unroll=self.shapes.unroll,
             )
             self._eager_steps[key] = _unjitted(step)
         return self._eager_steps[key]

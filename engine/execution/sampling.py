@@ -11,6 +11,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from engine.config import LIMITS
 
@@ -19,6 +20,8 @@ _KEY_BITS = 31
 _MASKED = 0x7F800000  # the key of an infinite distance
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # the least normal number
 _NEVER = -(2**31)  # sorts below every logit, that of a masked entry included
+_DIGIT_BITS = 3  # decided by each pass of a search
+_BLOCK_SIZES = (256, 16)  # entries ranked as one by each pass towards the likeliest
 
 
 @flax.struct.dataclass
@@ -98,8 +101,6 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     num_history: jax.Array,
-    *,
-    unroll: bool = False,
 ) -> Sampled:
     """Draws one id per row: edits, temperature, min-p, top-k, top-p, then Gumbel-max.
 
@@ -112,7 +113,6 @@ def sample(
       tables: lists of each row.
       history: i32[R, L], the row's ids so far, the prompt first; what follows them is not read.
       num_history: i32[R], how many they are, the id that produced the logits included.
-      unroll: write the searches' rounds out: slower to compile, but a GPU cannot record a loop.
 
     Returns:
       Sampled with N = LIMITS.logprobs alternatives, zeros unless some row wants any; entries past
@@ -121,21 +121,21 @@ def sample(
     """
     logits, nonfinite = _finite_rows(logits)
     edited = _edited(logits, rows, tables, history, num_history)
-    distances = _filtered(_distances(edited, rows), rows, unroll)
+    distances = _filtered(_distances(edited, rows), rows)
     token_ids = _drawn(distances, rows)
     reported = jnp.where((rows.processed_logprobs != 0)[:, None], -distances, logits)
     top_ids, top_logprobs = jax.lax.cond(
         jnp.any(rows.num_logprobs > 0),
-        lambda x: _top_logprobs(x, LIMITS.logprobs, unroll),
+        lambda x: _top_logprobs(x, LIMITS.logprobs),
         lambda x: _no_top_logprobs(x, LIMITS.logprobs),
         reported,
     )
-    logprobs, ranks, _, _ = logprobs_of(reported, token_ids, num_top=0)
+    logprobs, ranks = _scores_of(reported, token_ids)
     return Sampled(token_ids, logprobs, ranks, top_ids, top_logprobs, nonfinite)
 
 
 def logprobs_of(
-    logits: jax.Array, targets: jax.Array, *, num_top: int, unroll: bool = False
+    logits: jax.Array, targets: jax.Array, *, num_top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Scores given ids under the softmax of the logits.
 
@@ -143,19 +143,21 @@ def logprobs_of(
       logits: f32[R, V]; -inf is an id that cannot come. A row with NaN or +inf scores -inf.
       targets: i32[R]; one outside the vocabulary is moved to its nearest end.
       num_top: alternatives to report.
-      unroll: write the rounds of the search for alternatives out.
 
     Returns:
       Log-probability f32[R] and rank i32[R] of the targets, ids i32[R, num_top] and
       log-probabilities f32[R, num_top] of the likeliest. Of equals the lower id comes first.
     """
+    alternatives = _top_logprobs if num_top > 0 else _no_top_logprobs
+    return *_scores_of(logits, targets), *alternatives(logits, num_top)
+
+
+def _scores_of(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     vocab_size = logits.shape[-1]
     targets = jnp.clip(targets, 0, vocab_size - 1)[:, None]
     value = jnp.take_along_axis(logits, targets, axis=-1)
     is_before = (logits > value) | ((logits == value) & (_token_ids(logits) < targets))
-    ranks = 1 + _count(is_before)
-    logprobs = _log_softmax_at(logits, targets)[:, 0]
-    return logprobs, ranks, *_top_logprobs(logits, num_top, unroll)
+    return _log_softmax_at(logits, targets)[:, 0], 1 + _count(is_before)
 
 
 def _finite_rows(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -302,7 +304,7 @@ def _is_greedy(rows: SamplingRows) -> jax.Array:
     return rows.temperature < _TINY
 
 
-def _filtered(distances: jax.Array, rows: SamplingRows, unroll: bool) -> jax.Array:
+def _filtered(distances: jax.Array, rows: SamplingRows) -> jax.Array:
     """Masks what min-p, top-k and top-p drop; at least the likeliest id stays."""
     vocab_size = distances.shape[-1]
     # A greedy row's choice passes every filter; only its processed log-probabilities show them.
@@ -318,7 +320,7 @@ def _filtered(distances: jax.Array, rows: SamplingRows, unroll: bool) -> jax.Arr
         top_p = jnp.where(has_top_p, rows.top_p, 1.0)
         return jax.lax.cond(
             jnp.any(has_top_k | has_top_p),
-            lambda x: _likeliest_kept(x, top_k, top_p, unroll),
+            lambda x: _likeliest_kept(x, top_k, top_p),
             lambda x: x,
             distances,
         )
@@ -328,9 +330,7 @@ def _filtered(distances: jax.Array, rows: SamplingRows, unroll: bool) -> jax.Arr
     )
 
 
-def _likeliest_kept(
-    distances: jax.Array, top_k: jax.Array, top_p: jax.Array, unroll: bool
-) -> jax.Array:
+def _likeliest_kept(distances: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Masks all but the k nearest entries, and of those all but the nearest whose mass reaches p.
 
     Both keep a prefix of one order, nearest first and lower id first among equals. Such a prefix is
@@ -349,12 +349,12 @@ def _likeliest_kept(
     everything = jnp.full_like(top_k, _MASKED), jnp.full_like(top_k, vocab_size)
     top_k_last, top_k_shared = jax.lax.cond(
         jnp.any(top_k < vocab_size),
-        lambda: _top_k_prefix(keys, top_k, unroll),
+        lambda: _top_k_prefix(keys, top_k),
         lambda: everything,
     )
     last, num_shared = jax.lax.cond(
         jnp.any(top_p < 1.0),
-        lambda: _top_p_prefix(keys, distances, top_p, top_k_last, top_k_shared, unroll),
+        lambda: _top_p_prefix(keys, distances, top_p, top_k_last, top_k_shared),
         lambda: (top_k_last, top_k_shared),
     )
     shares_last = keys == last[:, None]
@@ -365,7 +365,6 @@ def _likeliest_kept(
             jnp.int32(1),
             num_shared,
             vocab_size.bit_length(),
-            unroll,
         ),
         lambda: jnp.full_like(last, vocab_size),
     )
@@ -373,10 +372,10 @@ def _likeliest_kept(
     return jnp.where(is_kept, distances, jnp.inf)
 
 
-def _top_k_prefix(keys: jax.Array, top_k: jax.Array, unroll: bool) -> tuple[jax.Array, jax.Array]:
+def _top_k_prefix(keys: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A row that keeps all must not depend on whether a neighbour made this search run.
     keeps_all = top_k >= keys.shape[-1]
-    last = _first_reaching(keys, jnp.int32(1), top_k, _KEY_BITS, unroll)
+    last = _first_reaching(keys, jnp.int32(1), top_k, _KEY_BITS)
     last = jnp.where(keeps_all, _MASKED, last)
     num_shared = top_k - _count(keys < last[:, None])
     return last, jnp.where(keeps_all, top_k, num_shared)
@@ -388,12 +387,11 @@ def _top_p_prefix(
     top_p: jax.Array,
     last: jax.Array,
     num_shared: jax.Array,
-    unroll: bool,
 ) -> tuple[jax.Array, jax.Array]:
     masses = jnp.exp(-distances)
     shared = num_shared.astype(jnp.float32) * _mass(last)
     wanted = top_p * (_sum(masses, keys < last[:, None]) + shared)
-    nucleus_last = jnp.minimum(_first_reaching(keys, masses, wanted, _KEY_BITS, unroll), last)
+    nucleus_last = jnp.minimum(_first_reaching(keys, masses, wanted, _KEY_BITS), last)
     missing = wanted - _sum(masses, keys < nucleus_last[:, None])
     num_missing = jnp.ceil(missing / jnp.maximum(_mass(nucleus_last), _TINY))
     num_present = jnp.where(nucleus_last < last, _count(keys == nucleus_last[:, None]), num_shared)
@@ -416,27 +414,43 @@ def _sum(weights: jax.Array, is_member: jax.Array) -> jax.Array:
 
 
 def _first_reaching(
-    keys: jax.Array, weights: jax.Array, wanted: jax.Array, num_bits: int, unroll: bool
+    keys: jax.Array, weights: jax.Array, wanted: jax.Array, num_bits: int
 ) -> jax.Array:
-    """Finds bit by bit the smallest key up to which the entries of a row weigh enough.
+    """Finds digit by digit the smallest key up to which the entries of a row weigh enough.
+
+    The rounds are written out, because a GPU records no loop into a command buffer.
 
     Args:
       keys: i32[R, V] >= 0.
       weights: [R, V] or [], >= 0.
       wanted: [R], in the type of the weights.
       num_bits: of the largest key that may be found.
-      unroll: write the rounds out.
 
     Returns:
       i32[R], 2 ** num_bits - 1 where all entries below it weigh less than wanted.
     """
+    found = jnp.zeros_like(keys[:, 0])
+    # A unit the compiler cannot see makes the same kernel of every round, compiled once.
+    low_bits = range(0, num_bits, _DIGIT_BITS)
+    found, unit = jax.lax.optimization_barrier((found, jnp.full_like(found, 1 << low_bits[-1])))
+    for low_bit in reversed(low_bits):
+        base = 2 ** min(_DIGIT_BITS, num_bits - low_bit)
+        sums = _sums_below(keys, weights, [found + digit * unit for digit in range(1, base)])
+        found = found + unit * _count(sums < wanted[:, None])
+        found, unit = jax.lax.optimization_barrier((found, unit >> _DIGIT_BITS))
+    return found
 
-    def decide_bit(place: jax.Array, found: jax.Array) -> jax.Array:
-        bit = jnp.left_shift(jnp.int32(1), num_bits - 1 - place)
-        falls_short = _sum(weights, keys < (found + bit)[:, None]) < wanted
-        return jnp.where(falls_short, found + bit, found)
 
-    return jax.lax.fori_loop(0, num_bits, decide_bit, jnp.zeros_like(keys[:, 0]), unroll=unroll)
+def _sums_below(keys: jax.Array, weights: jax.Array, bounds: list[jax.Array]) -> jax.Array:
+    """The weight of each row's keys below each of its bounds, [R, bounds], from one pass."""
+    zero = jnp.zeros_like(weights)
+    members = tuple(jnp.where(keys < bound[:, None], weights, zero) for bound in bounds)
+    starts = (np.zeros((), weights.dtype),) * len(bounds)
+
+    def add(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x + y for x, y in zip(left, right, strict=True))
+
+    return jnp.stack(jax.lax.reduce(members, starts, add, (1,)), axis=-1)
 
 
 # --- choice and report ---
@@ -480,23 +494,49 @@ def _log_softmax_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where(is_scored, (value - top) - log_total, -jnp.inf)
 
 
-def _top_logprobs(logits: jax.Array, num: int, unroll: bool) -> tuple[jax.Array, jax.Array]:
-    """Ids i32[R, num] and log-probabilities f32[R, num] of the likeliest, by max and mask."""
-    keys = _ordered_bits(logits)
-    num_rows, vocab_size = keys.shape
-
-    def take(place: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        keys, ids = state
-        nearest = _argmax(keys)
-        keys = jnp.where(_token_ids(keys) == nearest[:, None], _NEVER, keys)
-        return keys, jnp.where(
-            jnp.arange(num, dtype=jnp.int32)[None, :] == place, nearest[:, None], ids
-        )
-
-    ids = jnp.zeros((num_rows, num), jnp.int32)
-    _, ids = jax.lax.fori_loop(0, num, take, (keys, ids), unroll=unroll)
-    exists = jnp.arange(num, dtype=jnp.int32)[None, :] < vocab_size
+def _top_logprobs(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+    """Ids i32[R, num] and log-probabilities f32[R, num] of the likeliest."""
+    ids = _top_ids(_ordered_bits(logits), num)
+    exists = jnp.arange(num, dtype=jnp.int32)[None, :] < logits.shape[-1]
     return ids, jnp.where(exists, _log_softmax_at(logits, ids), -jnp.inf)
+
+
+def _top_ids(keys: jax.Array, num: int) -> jax.Array:
+    """The ids of the num largest keys, lower id first among equals; 0 where there are no more.
+
+    The num best blocks hold the num best entries: an entry of any other block has num before it.
+
+    Args:
+      keys: i32[R, V], above _NEVER.
+      num: ids to find, at least 1.
+
+    Returns:
+      i32[R, num].
+    """
+    vocab_size = keys.shape[-1]
+    ids = jnp.broadcast_to(_token_ids(keys), keys.shape)
+    candidates = keys
+    for size in _BLOCK_SIZES:
+        if candidates.shape[-1] <= num * size:
+            continue
+        padding = ((0, 0), (0, -candidates.shape[-1] % size))
+        padded = jnp.pad(candidates, padding, constant_values=_NEVER)
+        largest = jnp.max(padded.reshape(keys.shape[0], -1, size), axis=-1)
+        firsts = _ranked(largest, ids[:, ::size], num)
+        ids = firsts[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        ids = ids.reshape(keys.shape[0], num * size)
+        candidates = jnp.take_along_axis(keys, jnp.minimum(ids, vocab_size - 1), axis=-1)
+        candidates = jnp.where(ids < vocab_size, candidates, _NEVER)
+    return _ranked(candidates, ids, num)
+
+
+def _ranked(keys: jax.Array, ids: jax.Array, num: int) -> jax.Array:
+    """The ids of the num largest of few keys, each placed by its count of keys before it."""
+    left, right = (keys[:, :, None], ids[:, :, None]), (keys[:, None, :], ids[:, None, :])
+    is_before = (right[0] > left[0]) | ((right[0] == left[0]) & (right[1] < left[1]))
+    ranks = _count(is_before)[:, None, :]
+    is_at = ranks == jnp.arange(num, dtype=jnp.int32)[None, :, None]
+    return _sum(jnp.broadcast_to(ids[:, None, :], is_at.shape), is_at)
 
 
 def _no_top_logprobs(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from engine.config import EngineConfig, Lane
 from engine.execution.buckets import Ladder, powers_of_two
+from engine.scheduling.schedule import RowKind, Schedule
 from models.batch import Tiling
-from models.registry import Model
+from models.registry import Model, Registration
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +32,6 @@ class DeviceProfile:
     token_rungs: tuple[int, ...]
     max_chunk_rows: int
     tiling: Tiling
-    unroll: bool
-    """Write the sampler's searches out: command buffers do not record loops."""
     compiler_options: Mapping[str, Any]
     probe_options: Mapping[str, Any]
     """For programs compiled only to learn their temporaries: as quick as can be."""
@@ -152,4 +156,31 @@ def choose_lane(config: EngineConfig, model: Model) -> Lane:
         lane, reason = "sync", f"{architecture} does not declare device_token_ids"
     if config.require_overlap and lane != "overlap":
         raise ValueError(f"require_overlap is set but the lane is {lane}: {reason}")
+    if not model.registration.device_token_ids:
+        _LOG.warning(
+            "%s runs on the %s lane: it does not declare device_token_ids, so every id comes from "
+            "the host and no step overlaps the next",
+            architecture,
+            lane,
+        )
     return lane
+
+
+def refuse_undeclared(schedule: Schedule, registration: Registration) -> None:
+    """Keeps device-owned ids from a forward that does not declare that it reads them.
+
+    A step whose ids are all true on the host passes, whatever the registration declares.
+
+    Raises:
+      ValueError: the first row whose newest id only the device knows.
+    """
+    if registration.device_token_ids:
+        return
+    is_stale = (schedule.kinds & RowKind.DEVICE_ID) != 0
+    if is_stale.any():
+        row = int(np.flatnonzero(is_stale)[0])
+        raise ValueError(
+            f"row {row} (slot {schedule.slots[row]}) takes its id from the device but "
+            f"{registration.architecture} does not declare device_token_ids; run it with every id "
+            "from the host"
+        )

@@ -100,7 +100,6 @@ def _shapes(
     return ProgramShapes(
         model=model,
         tiling=settings.profile.tiling,
-        unroll=settings.profile.unroll,
         state=StateShape(
             max_slots=settings.max_slots,
             max_model_len=settings.max_model_len,

@@ -155,8 +155,6 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     kv_lens: jax.Array,
-    *,
-    unroll: bool,
 ) -> Sampled:
     """The head every program has: f32[logit rows, V] -> one id per logit row."""
     if key.sampler == "greedy":
@@ -166,7 +164,7 @@ def sample(
     assert packed.sampling is not None
     row_tables = jax.tree.map(lambda t: t.at[packed.slots].get(mode="clip"), tables)
     row_history = history.at[packed.slots].get(mode="clip")
-    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens, unroll=unroll)
+    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens)
 
 
 def score(
@@ -300,17 +298,14 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_step(
-    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int, *, unroll: bool
+    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int
 ) -> Callable[[Any, StepState, jax.Array], tuple[StepState, jax.Array]]:
-    """The step of one program: (params, state, packed batch) -> (state, packed output).
-
-    `unroll` writes the sampler's searches out, for devices that cannot record a loop.
-    """
+    """The step of one program: (params, state, packed batch) -> (state, packed output)."""
     parts = StepParts(
         unpack=_named("unpack", functools.partial(unpack, key, num_groups)),
         resolve_ids=_named("resolve_ids", functools.partial(resolve_ids, model.vocab_size)),
         forward=_named("forward", model.forward),
-        sample=_named("sample", functools.partial(sample, key, unroll=unroll)),
+        sample=_named("sample", functools.partial(sample, key)),
         score=_named("score", functools.partial(score, model)),
         accept=_named("accept", functools.partial(accept, key)),
     )

@@ -145,6 +145,5 @@ def rescheduled(
     group = dataclasses.replace(config.groups[0], num_pages=num_pages or runner.plan.num_pages)
     config = dataclasses.replace(config, groups=(group,), **{"ids_from_host": False} | changes)
     lane, depth = ("sync", 1) if config.ids_from_host else ("overlap", depth)
-    runner.settings = dataclasses.replace(runner.settings, lane=lane, depth=depth)
-    runner.reset_state()
+    runner.enter_lane(lane, depth)
     return Core(kind(config), runner, core.info)

@@ -78,7 +78,7 @@ def test_equal_padded_size_and_another_query_length_is_another_program():
 @pytest.mark.parametrize(("rows", "rung"), [(1, 1), (2, 4), (4, 4), (5, 6), (6, 6)])
 def test_decode_rows_take_the_smallest_rung_that_holds_them(rows, rung):
     key = LADDER.key_of(schedule_of(decode_rows(rows)))
-    assert (key.rows, key.tokens, key.width, key.num_logit_rows) == (rung, rung, 3, rung)
+    assert (key.rows, key.tokens, key.width) == (rung, rung, 3)
     assert key in KEYS
 
 
@@ -94,7 +94,7 @@ def test_chunks_take_a_mixed_program_by_their_tokens():
     rows = [(0, DECODE, [1], 3), (1, CHUNK, [1] * 7, 0)]
     key = LADDER.key_of(schedule_of(rows))
     assert (key.is_decode, key.tokens, key.rows, key.width) == (False, 8, 6, 5)
-    assert (key.num_logit_rows, key.max_chunk_rows, key.query_len) == (6, 3, 1)
+    assert (key.max_chunk_rows, key.query_len) == (3, 1)
     more = [(0, DECODE, [1], 3), (1, CHUNK, [1] * 8, 0)]
     assert LADDER.key_of(schedule_of(more)).tokens == 32
 

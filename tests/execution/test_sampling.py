@@ -1,6 +1,7 @@
 """What a sampled id may be, how likely it is, and on what alone it depends."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.extend
@@ -643,6 +644,27 @@ def test_given_ids_outside_the_vocabulary_and_broken_rows_score_without_nan():
     assert ((top_ids >= 0) & (top_ids < 16)).all()
 
 
+@pytest.mark.parametrize("vocab_size", [19, 20, 21, 320, 321, 5120, 5121, 9_000])
+@pytest.mark.parametrize("num_top", [1, 20])
+def test_alternatives_are_the_likeliest_at_every_vocabulary_size(vocab_size, num_top):
+    rng = np.random.default_rng(vocab_size)
+    logits = np.round(rng.normal(size=(5, vocab_size)) * np.array([[0], [1], [4], [99], [4]]))
+    logits = logits.astype(np.float32)
+    logits[4, rng.permutation(vocab_size)[: vocab_size - 7]] = -INF
+    logits[2, -1] = 100.0  # the last id shares its block with padding
+    _, _, top_ids, top_logprobs = jax.device_get(
+        jax.jit(sampling.logprobs_of, static_argnames="num_top")(
+            logits, np.zeros(5, np.int32), num_top=num_top
+        )
+    )
+    num = min(num_top, vocab_size)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :num]
+    np.testing.assert_array_equal(top_ids[:, :num], order)
+    expected = [log_softmax(row)[ids] for row, ids in zip(logits, order, strict=True)]
+    np.testing.assert_allclose(top_logprobs[:, :num], expected, rtol=1e-5, atol=1e-6)
+    assert (top_ids[:, num:] == 0).all() and (top_logprobs[:, num:] == -INF).all()
+
+
 # --- the program ---
 
 
@@ -665,10 +687,25 @@ def traced(num_rows: int, vocab_size: int):
     return list(equations(jax.make_jaxpr(sampling.sample)(logits, *others).jaxpr))
 
 
-def test_program_holds_no_sort_and_no_cumulative_sum():
-    names = {equation.primitive.name for equation in traced(8, 64)}
-    assert "cond" in names and "argmax" in names
-    assert not [n for n in names if n.startswith(("sort", "top_k", "approx", "cum"))]
+def programs(num_rows: int, vocab_size: int):
+    """The names of the primitives of each function that a step may hold."""
+    logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
+    targets = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    scores = functools.partial(sampling.logprobs_of, num_top=LIMITS.logprobs)
+    return {
+        "sample": traced(num_rows, vocab_size),
+        "greedy": equations(jax.make_jaxpr(sampling.greedy)(logits).jaxpr),
+        "logprobs_of": equations(jax.make_jaxpr(scores)(logits, targets).jaxpr),
+    }
+
+
+@pytest.mark.parametrize("function", ["sample", "greedy", "logprobs_of"])
+def test_program_holds_no_loop_no_sort_and_no_cumulative_sum(function):
+    # Large enough that the search for alternatives narrows by blocks.
+    names = {e.primitive.name for e in programs(8, 9_000)[function]}
+    assert {"sample": "cond", "greedy": "argmax", "logprobs_of": "gather"}[function] in names
+    unwanted = ("sort", "top_k", "approx", "cum", "while", "scan")
+    assert not [name for name in names if name.startswith(unwanted)]
 
 
 def test_more_than_two_to_the_31_logits_are_never_indexed_flat():

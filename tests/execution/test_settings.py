@@ -174,7 +174,7 @@ def test_deterministic_setting_reaches_the_ladder():
 def test_cards_profile_leaves_the_pools_to_the_plan():
     profile = _gpu_profile(Card(), CONFIG)
     assert (profile.name, profile.dtype, profile.memory_bytes) == ("some card", "bfloat16", 12345)
-    assert profile.pool_bytes is None and profile.unroll and profile.compiler_options == {}
+    assert profile.pool_bytes is None and profile.compiler_options == {}
 
 
 def test_command_buffers_are_turned_off_by_a_compiler_option():

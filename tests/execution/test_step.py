@@ -544,4 +544,4 @@ def test_mixed_step_attends_decode_rows_and_chunks_alike():
 def test_several_tokens_a_row_need_the_greedy_sampler():
     key = toys.decode_key(query_len=2, sampler="full")
     with pytest.raises(NotImplementedError, match="query length 2 needs the greedy sampler"):
-        steps.sample(key, jnp.zeros((4, VOCAB)), None, None, None, None, unroll=False)
+        steps.sample(key, jnp.zeros((4, VOCAB)), None, None, None, None)

@@ -577,6 +577,23 @@ def test_check_exits_with_1_when_a_proof_fails(run, monkeypatch):
     assert seen == [("LlamaForCausalLM",), ()]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--battery",), "--battery checks one checkpoint: name it with --model"),
+        (("--battery", "--model", "m", "LlamaForCausalLM"), "name it with --model, and no ARCH"),
+        (("--model", "m"), "engine settings are for --battery; add it"),
+        (("--strict",), "engine settings are for --battery; add it"),
+        (("--depth", "1"), "engine settings are for --battery; add it"),
+        (("--battery", "--model", "m", "--depth", "4"), "depth is 4, it must be 1 to 3"),
+    ],
+)
+def test_check_takes_a_model_for_its_battery_alone(run, words, message):
+    code, out, err = run("check", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 # serve
 
 

@@ -396,7 +396,8 @@ def test_prompt_logprobs_over_the_limit_are_refused():
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 def test_prompt_logprobs_may_start_anywhere_in_the_prompt_and_at_its_end(start):
     # LOGP-14
-    prepare([1, 2, 3], SamplingParams(prompt_logprobs=1, prompt_logprobs_start=start))
+    request = prepare([1, 2, 3], SamplingParams(prompt_logprobs=1, prompt_logprobs_start=start))
+    assert request.params.prompt_logprobs_start == start
 
 
 def test_prompt_logprobs_that_start_behind_the_prompt_are_refused():

@@ -21,7 +21,7 @@ demo:
 
 test:
 	@requirements/install dev
-	.venv/bin/python -m pytest $(ARGS)
+	tests/run $(ARGS)
 
 lint:
 	@requirements/install dev

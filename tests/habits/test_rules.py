@@ -214,4 +214,4 @@ def test_an_unread_exit_status_is_seen():
 )
 def test_an_address_is_seen(parts):
     assert list(rules.addresses("".join(parts)))
-    assert not list(rules.addresses("engine/work/x and --no-emit-index-" + "url --no"))
+    assert not list(rules.addresses("engine/wor" + "k/x and --no-emit-index-" + "url --no"))

@@ -15,7 +15,7 @@ from engine.config import EngineConfig, Lane
 from engine.execution import contract, startup
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
-from engine.scheduling.config import GroupConfig, SchedulerConfig
+from engine.scheduling.config import SchedulerConfig
 from engine.scheduling.schedule import Schedule
 from engine.scheduling.scheduler import Scheduler
 from models import checkpoint
@@ -301,7 +301,6 @@ class _StageClock:
 
 def _scheduler_config(run: Runner) -> SchedulerConfig:
     settings, config = run.settings, run.settings.config
-    spec = run.model.cache_spec(settings.page_size, settings.dtype)
     return SchedulerConfig(
         max_rows=settings.max_rows,
         max_slots=settings.max_slots,
@@ -309,15 +308,7 @@ def _scheduler_config(run: Runner) -> SchedulerConfig:
         token_budget=settings.token_budget,
         max_chunk_rows=settings.max_chunk_rows,
         max_chunk=config.max_chunk,
-        groups=tuple(
-            GroupConfig(
-                num_pages=run.plan.num_pages,
-                page_size=group.page_size,
-                window=group.window,
-                prefix_cacheable=group.prefix_cacheable,
-            )
-            for group in spec.groups
-        ),
+        groups=run.groups,
         policy=config.policy,
         prefix_cache=config.prefix_cache,
         deterministic=config.deterministic,

@@ -2,17 +2,18 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types lock
+.PHONY: help demo test lint types mutants lock
 
 # More words for the command behind a target: make test ARGS="-k stop -x"
 ARGS ?=
-EXTRAS := dev cuda gateway eval notebook
+EXTRAS := dev cuda gpu-gates gateway eval notebook
 
 help:
 	@echo "make demo    load the demo model and answer a question on a CPU"
 	@echo "make test    run the tests                        ARGS='-k word'"
 	@echo "make lint    check style and format"
 	@echo "make types   check types"
+	@echo "make mutants break lines on purpose: those due now  ARGS='NAME ...' or ARGS='--third 0'"
 	@echo "make lock    write requirements/*.txt anew         ARGS=--upgrade takes newer versions"
 
 demo:
@@ -31,6 +32,12 @@ lint:
 types:
 	@requirements/install dev
 	.venv/bin/basedpyright $(ARGS)
+
+# Without ARGS: what this commit owes, bounded for CI.
+mutants: MUTANTS := $(if $(ARGS),$(ARGS),--turn --minutes 3 --jobs 2)
+mutants:
+	@requirements/install dev
+	.venv/bin/python tests/mutations/run.py $(MUTANTS)
 
 # One universe: every extra is resolved together first, then each file takes its versions from there.
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.12 \

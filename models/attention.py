@@ -52,6 +52,7 @@ def attend(
             window=window,
             block_pages=tiling.block_pages,
             block_bytes=tiling.block_bytes,
+            kernels=tiling.kernels,
         )
         return out.reshape(num_tokens, num_heads, head_dim), pool, is_bad
     out = api.prefill(
@@ -69,6 +70,7 @@ def attend(
         tile_tokens=tiling.tile_tokens,
         tiles_at_once=tiling.tiles_at_once,
         max_chunk_rows=batch.max_chunk_rows,
+        kernels=tiling.kernels,
     )
     out = _add_decode_rows(out, q, pool, batch, page_table, scale, window)
     return out, pool, is_bad
@@ -98,7 +100,11 @@ def _add_decode_rows(
             window=window,
             block_pages=batch.tiling.block_pages,
             block_bytes=batch.tiling.block_bytes,
+            kernels=batch.tiling.kernels,
         )[:, 0]
         return out.at[:num_rows].set(jnp.where(is_decode_row[:, None, None], rows, out[:num_rows]))
 
+    if batch.tiling.kernels == "mosaic":
+        # A kernel skips rows without keys at once; a branch would cost launches and compile time.
+        return attend_decode_rows(out)
     return jax.lax.cond(batch.num_decode > 0, attend_decode_rows, lambda out: out, out)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import flax.struct
 import jax
 
 
 @flax.struct.dataclass
 class Tiling:
-    """How the plain attention walks pages and queries. Data of the device, chosen by the runner."""
+    """How attention is computed on the device at hand: data, chosen by the runner.
+
+    All but `kernels` is about the plain form, which also takes the calls that kernels decline.
+    """
 
     block_pages: int = flax.struct.field(pytree_node=False, default=16)
     """Pages of keys and values attended at once, at most."""
@@ -18,6 +23,8 @@ class Tiling:
     """Query tokens of one chunk attended at once."""
     tiles_at_once: int = flax.struct.field(pytree_node=False, default=1)
     """Chunk tiles attended at once."""
+    kernels: Literal["plain", "mosaic"] = flax.struct.field(pytree_node=False, default="plain")
+    """What the device can run besides plain JAX."""
 
 
 @flax.struct.dataclass
@@ -40,12 +47,19 @@ class Batch:
     num_decode: jax.Array
     """i32[], leading decode rows."""
     page_tables: tuple[jax.Array, ...]
-    """Per cache group i32[R, W]; page 0 is trash and stands wherever no page is owned."""
+    """Per paged group i32[R, W]; page 0 is trash and stands wherever no page is owned."""
     is_decode: bool = flax.struct.field(pytree_node=False)
     """True: every row is a decode row of T // R tokens."""
     max_chunk_rows: int = flax.struct.field(pytree_node=False)
     """Chunks this program can hold; 0 for a decode program."""
     tiling: Tiling = flax.struct.field(pytree_node=False, default_factory=Tiling)
+    state_ids: tuple[jax.Array, ...] = ()
+    """Per recurrent group i32[R, 2], the state a row goes on from and the one it writes.
+
+    Equal ids update in place, different ones leave the first as it was; 0 is trash.
+    """
+    embeddings: jax.Array | None = None
+    """[T, D] in the model's dtype, made on the host; None: the forward embeds its ids itself."""
 
     @property
     def query_len(self) -> int:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from models.batch import Batch
 
 TRASH_PAGE = 0
-"""Page of every group that is never allocated: padding writes go there."""
+"""Page (or state) of every group that is never allocated: padding writes go there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """One kind of cache shared by some layers, with one pool per layer."""
+    """One kind of paged cache shared by some layers, with one pool per layer."""
 
     kind: Literal["kv", "window"]
     layers: tuple[int, ...]
@@ -44,25 +44,75 @@ class CacheGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheSpec:
-    """All groups of a registration, in the order of `Batch.page_tables`."""
+class RecurrentGroup:
+    """State of fixed size per request and layer, with one pool of states per layer."""
 
-    groups: tuple[CacheGroup, ...]
+    layers: tuple[int, ...]
+    """Layers that own a pool of this group."""
+    state_shape: tuple[int, ...]
+    """What one layer keeps of one request."""
+    dtype: str
+    snapshot_tokens: int | None = None
+    """Prefixes of a multiple of it may be kept as snapshots. None: page borders of other groups."""
+    prefix_cacheable: bool = True
+    kind: Literal["recurrent"] = "recurrent"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state over all layers of the group."""
+        return len(self.layers) * math.prod(self.state_shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """All groups of a registration."""
+
+    groups: tuple[CacheGroup | RecurrentGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.paged:
+            raise ValueError("no group has pages; a model needs at least one that does")
+
+    @property
+    def paged(self) -> tuple[CacheGroup, ...]:
+        """Groups whose pools are made of pages, in the order of `Batch.page_tables`."""
+        return tuple(group for group in self.groups if isinstance(group, CacheGroup))
+
+    @property
+    def recurrent(self) -> tuple[RecurrentGroup, ...]:
+        """Groups whose pools are made of states, in the order of `Batch.state_ids`."""
+        return tuple(group for group in self.groups if isinstance(group, RecurrentGroup))
 
     def pool_shapes(self, num_pages: int) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
-        """Shapes of every pool: per group, per layer [num_pages, K, 2, page_size, H]."""
+        """Shapes of every pool of pages: per group, per layer [num_pages, K, 2, page_size, H]."""
         return tuple(
             tuple(
                 jax.ShapeDtypeStruct((num_pages, *group.page_shape), jnp.dtype(group.dtype))
                 for _ in group.layers
             )
-            for group in self.groups
+            for group in self.paged
+        )
+
+    def state_shapes(self, num_states: int) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """Shapes of every pool of states: per group, per layer [num_states, *state_shape]."""
+        return tuple(
+            tuple(
+                jax.ShapeDtypeStruct((num_states, *group.state_shape), jnp.dtype(group.dtype))
+                for _ in group.layers
+            )
+            for group in self.recurrent
         )
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in every group."""
-        return sum(group.page_bytes for group in self.groups)
+        return sum(group.page_bytes for group in self.paged)
+
+    def snapshot_tokens(self, group: RecurrentGroup) -> int:
+        """Tokens between two lengths at which a prefix of the group may be kept."""
+        if group.snapshot_tokens is not None:
+            return group.snapshot_tokens
+        return math.lcm(*(paged.page_size for paged in self.paged))
 
 
 @flax.struct.dataclass
@@ -70,14 +120,21 @@ class Cache:
     """The pools during one step, and which tokens tried to store a value that is not finite."""
 
     pools: tuple[tuple[jax.Array, ...], ...]
-    """Per group, per layer [P, K, 2, page_size, H]."""
+    """Per paged group, per layer [P, K, 2, page_size, H]."""
     is_nonfinite: jax.Array
     """bool[T]"""
+    states: tuple[tuple[jax.Array, ...], ...] = ()
+    """Per recurrent group, per layer [states, *state_shape]."""
 
 
-def open_cache(pools: tuple[tuple[jax.Array, ...], ...], num_tokens: int) -> Cache:
+def open_cache(
+    pools: tuple[tuple[jax.Array, ...], ...],
+    num_tokens: int,
+    states: tuple[tuple[jax.Array, ...], ...] = (),
+) -> Cache:
     """Pools of the state as a forward sees them for one step of `num_tokens` padded tokens."""
-    return Cache(pools=pools, is_nonfinite=jnp.zeros((num_tokens,), jnp.bool_))
+    is_nonfinite = jnp.zeros((num_tokens,), jnp.bool_)
+    return Cache(pools=pools, is_nonfinite=is_nonfinite, states=states)
 
 
 def write_kv(
@@ -106,3 +163,44 @@ def write_kv(
     pages = jnp.where(batch.is_real, pages, TRASH_PAGE)
     pool = pool.at[pages, :, :, batch.positions % page_size, :].set(both, mode="promise_in_bounds")
     return pool, is_bad
+
+
+def read_states(pool: jax.Array, batch: Batch, state_ids: jax.Array) -> jax.Array:
+    """The state each row goes on from: zeros for a row without a cached token.
+
+    Args:
+      pool: [states, *S].
+      batch: lengths of the step.
+      state_ids: i32[R, 2] of the group.
+
+    Returns:
+      [R, *S]; a padding row has zeros.
+    """
+    starts = batch.kv_lens - jnp.diff(batch.cu_q_lens)
+    states = pool.at[state_ids[:, 0]].get(mode="promise_in_bounds")
+    # The pool still holds what the last owner of the id left.
+    is_begun = (starts > 0).reshape(-1, *[1] * (pool.ndim - 1))
+    return jnp.where(is_begun, states, jnp.zeros_like(states))
+
+
+def write_states(
+    pool: jax.Array, states: jax.Array, batch: Batch, state_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Stores the state each row ends with: in place, or beside the one it came from.
+
+    Values that are not finite are stored as 0, so a pool is finite by construction.
+
+    Args:
+      pool: [states, *S].
+      states: [R, *S]; of padding rows anything, it goes to the trash state.
+      batch: rows of the step.
+      state_ids: i32[R, 2] of the group.
+
+    Returns:
+      The pool and bool[T], True for the tokens of a row whose state was not finite.
+    """
+    is_finite = jnp.isfinite(states)
+    is_bad_row = jnp.logical_not(is_finite.reshape(states.shape[0], -1).all(axis=1))
+    is_bad = jnp.logical_and(batch.is_real, is_bad_row[batch.rows])
+    states = jnp.where(is_finite, states, jnp.zeros_like(states)).astype(pool.dtype)
+    return pool.at[state_ids[:, 1]].set(states, mode="promise_in_bounds"), is_bad

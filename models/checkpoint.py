@@ -68,8 +68,8 @@ class Leaf:
     """Mesh axis name per dimension, as in PartitionSpec(*partition)."""
     dtype: str | None = None
     """None takes the model's dtype."""
-    node: Callable[[jax.Array], Any] = identity
-    """Wraps the array into its pytree node."""
+    node: Callable[[Any], Any] = identity
+    """Wraps the array, or its abstract shape, into its pytree node."""
     fan_in: int | None = None
     """Dummy weights are normal with std 1/sqrt(fan_in); None makes 1 + 0.1 x normal."""
 
@@ -362,6 +362,45 @@ def load(
     return traverse_util.unflatten_dict(nodes, sep=".")
 
 
+def load_host(leaves: Leaves, source: Source, *, dtype: Any) -> dict[str, np.ndarray]:
+    """Tables that stay in host memory, whole tensors as they are stored.
+
+    Args:
+      leaves: tables by path, each one tensor.
+      source: an opened checkpoint.
+      dtype: the model's dtype, for sources that compute their values.
+
+    Returns:
+      [*leaf.shape] by path: a read-only view of the mapped file where its format allows, in the
+      stored dtype, so that no page is read before its rows are asked for.
+
+    Raises:
+      ValueError: tensors are missing, empty or of another shape, or a table has several parts.
+    """
+    several = [path for path, leaf in leaves.items() if len(leaf.parts) != 1]
+    if several:
+        raise ValueError(
+            f"{_listed(several, 'host table')} not made of one tensor each; correct the model's "
+            "host leaves"
+        )
+    _check_tensors(leaves, source.names(), ignore=lambda name: True)
+    return {
+        path: source.read(leaf.parts[0].name, _dtype(leaf, dtype)) for path, leaf in leaves.items()
+    }
+
+
+def dummy_host(leaves: Leaves, *, dtype: Any, seed: int) -> dict[str, np.ndarray]:
+    """Random tables made in host memory, as `dummy` makes parameters on the device."""
+    tables = {}
+    for path, leaf in leaves.items():
+        key = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key)))
+        values = generator.standard_normal(leaf.shape, np.float32)
+        values *= np.float32((leaf.fan_in or 1) ** -0.5)
+        tables[path] = values.astype(_dtype(leaf, dtype), copy=False)
+    return tables
+
+
 def _load_leaf(
     path: str,
     leaf: Leaf,
@@ -475,6 +514,19 @@ def dummy(
             makers[kind] = jax.jit(make, out_shardings=sharding)
         scale = np.float32(0.1 if leaf.fan_in is None else leaf.fan_in**-0.5)
         nodes[path] = leaf.node(makers[kind](key, _path_number(path), scale))
+    return traverse_util.unflatten_dict(nodes, sep=".")
+
+
+def abstract(
+    leaves: Leaves, *, dtype: Any, shardings: Callable[[Leaf], jax.sharding.Sharding]
+) -> dict[str, Any]:
+    """Shape, dtype and sharding of every parameter, as `load` and `dummy` make them."""
+    nodes = {
+        path: leaf.node(
+            jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf, dtype), sharding=shardings(leaf))
+        )
+        for path, leaf in leaves.items()
+    }
     return traverse_util.unflatten_dict(nodes, sep=".")
 
 

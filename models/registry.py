@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from models.batch import Batch
 from models.cache import Cache, CacheSpec
@@ -16,6 +17,9 @@ from models.layers import Tap, identity
 
 Params = Mapping[str, Any]
 """Nested parameters: "layers.0.qkv" of the leaves stands at params["layers"]["0"]["qkv"]."""
+
+HostTables = Mapping[str, np.ndarray]
+"""Tables in host memory by path, mostly views of the mapped checkpoint in its own dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +43,23 @@ class Registration:
     """ignores(config, name): True for checkpoint tensors that the model has no use for."""
     device_token_ids: bool = False
     """The forward reads its ids from the device array it is given. False: sync lane only."""
+    host_leaves: Callable[[Any], Mapping[str, Leaf]] = lambda config: {}
+    """host_leaves(config): tables that never reach the device, by path, for `host_embed` alone."""
+    host_embed: Callable[[Any, HostTables, np.ndarray], np.ndarray] | None = None
+    """host_embed(config, tables, i32[T] ids) -> embeddings [T, D] in an array of their own.
+
+    The forward finds them in `batch.embeddings` and reads no ids. For embedding tables that the
+    device has no room for.
+    """
     max_rows: int | None = None
     """Most rows of one step this forward supports; None: any."""
+
+    def __post_init__(self) -> None:
+        if self.device_token_ids and self.host_embed is not None:
+            raise ValueError(
+                f"{self.architecture} declares both device_token_ids and host_embed; rows made on "
+                "the host need every id there, so declare one of them"
+            )
 
     def bind(self, config: Any) -> Model:
         """The registration with its parsed config."""
@@ -70,13 +89,31 @@ class Model:
         """hidden [R, D] -> f32[R, V]."""
         return self.registration.logits(self.config, params, hidden)
 
+    def first_layers(self, num_layers: int) -> Model:
+        """The same architecture and sizes with at most `num_layers` layers."""
+        depth = min(num_layers, self.config.num_layers)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=depth))
+
     def leaves(self) -> Mapping[str, Leaf]:
         """Every parameter by dotted path."""
         return self.registration.leaves(self.config)
 
     def ignores(self, name: str) -> bool:
-        """True for checkpoint tensors that this model has no use for."""
-        return self.registration.ignores(self.config, name)
+        """True for checkpoint tensors that have no use on the device."""
+        is_table = any(
+            part.name == name for leaf in self.host_leaves().values() for part in leaf.parts
+        )
+        return is_table or self.registration.ignores(self.config, name)
+
+    def host_leaves(self) -> Mapping[str, Leaf]:
+        """Every table that stays in host memory, by path."""
+        return self.registration.host_leaves(self.config)
+
+    def host_embed(self, tables: HostTables, token_ids: np.ndarray, dtype: Any) -> np.ndarray:
+        """Embeddings [T, D] of i32[T] ids, made on the host in an array of their own."""
+        assert self.registration.host_embed is not None
+        rows = self.registration.host_embed(self.config, tables, token_ids)
+        return rows.astype(dtype, copy=False)
 
     def cache_spec(self, page_size: int, dtype: str) -> CacheSpec:
         """The cache groups of this model."""
@@ -90,6 +127,7 @@ class Model:
 
 _FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "models.llama",
+    "LlamaHostEmbedForCausalLM": "models.llama_host_embed",
     "Qwen3ForCausalLM": "models.qwen3",
     "MistralForCausalLM": "models.mistral",
     "InternLM2ForCausalLM": "models.internlm2",

@@ -37,6 +37,9 @@ def check_registration(registration: Registration, report: Callable[[str], None]
     with tempfile.TemporaryDirectory() as folder:
         run = _start(registration, pathlib.Path(folder))
     try:
+        for path, table in run.tables.items():
+            where = f"{path} {table.dtype}{list(table.shape)} stays on the host"
+            report(f"{registration.architecture}: {where}")
         holds = [_check_program(run, key, report) for key in run.programs.steps]
         if not registration.device_token_ids:
             holds.append(_check_undeclared(run, report))

@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.execution import jaxprs
 from engine.execution.buckets import ProgramKey
-from engine.execution.packing import batch_ranges, pack, unpack_output
+from engine.execution.packing import Ranges, batch_ranges, pack, unpack_output
 from engine.scheduling.schedule import (
     POISON_ID,
     SAMPLING_COLUMNS,
@@ -80,7 +80,8 @@ def prove_program(runner: Runner, key: ProgramKey) -> list[Finding]:
     )
     findings = undonated + check_parameters(key, jaxpr, runner.shapes.params)
     if runner.model.registration.device_token_ids:
-        findings += check_structure(key, jaxpr, runner.shapes.num_groups)
+        shapes = runner.shapes
+        findings += check_structure(key, jaxpr, shapes.num_groups, shapes.num_recurrent)
     if undonated:
         # What such a program returns may not even have the shape of a state.
         return [*findings, Finding("dynamic", str(key), "not run: the state is not donated")]
@@ -98,23 +99,26 @@ def check_parameters(key: ProgramKey, jaxpr: Any, params: Any) -> list[Finding]:
     ]
 
 
-def check_structure(key: ProgramKey, jaxpr: Any, num_groups: int) -> list[Finding]:
+def check_structure(
+    key: ProgramKey, jaxpr: Any, num_groups: int, num_recurrent: int = 0
+) -> list[Finding]:
     """What the step's jaxpr says: who reads the host ids, and whether the forward reads its ids."""
+    ranges = batch_ranges(key, num_groups, num_recurrent)
     try:
-        reasons = list(_structural_reasons(key, jaxpr, num_groups))
+        reasons = list(_structural_reasons(key, jaxpr, ranges))
     except LookupError as error:
         reasons = [str(error)]
     return [Finding("structural", str(key), reason) for reason in reasons]
 
 
-def _structural_reasons(key: ProgramKey, jaxpr: Any, num_groups: int) -> Iterable[str]:
+def _structural_reasons(key: ProgramKey, jaxpr: Any, ranges: Ranges) -> Iterable[str]:
     unpack = jaxprs.named_equation(jaxpr, "unpack")
     resolve = jaxprs.named_equation(jaxpr, "resolve_ids")
     forward = jaxprs.named_equation(jaxpr, "forward")
     packed = jaxprs.body(jaxpr).invars[-1]
     if (found := jaxprs.readers(jaxpr, packed)) != ["unpack"]:
         yield f"the packed batch is read by {found}, only unpack may read it"
-    yield from _unread_twins(key, unpack, num_groups)
+    yield from _unread_twins(unpack, ranges)
     prompt_ids = unpack.outvars[0]
     if (found := jaxprs.readers(jaxpr, prompt_ids)) != ["resolve_ids"]:
         yield f"host ids are read by {found}, only resolve_ids may read them"
@@ -135,10 +139,10 @@ def _structural_reasons(key: ProgramKey, jaxpr: Any, num_groups: int) -> Iterabl
         yield f"the step closes over integer arrays of shapes {found}"
 
 
-def _unread_twins(key: ProgramKey, unpack: Any, num_groups: int) -> Iterable[str]:
+def _unread_twins(unpack: Any, ranges: Ranges) -> Iterable[str]:
     """The prompt-id range is sliced once, for the first output alone, and by no other slice."""
-    ranges = {name: (o, o + int(np.prod(s))) for name, o, s in batch_ranges(key, num_groups).places}
-    start, stop = ranges["prompt_ids"]
+    places = {name: (o, o + int(np.prod(s))) for name, o, s in ranges.places}
+    start, stop = places["prompt_ids"]
     inner = jaxprs.body(next(jaxprs.sub_jaxprs(unpack)))
     overlapping, slices = [], set()
     if any(value is inner.invars[0] for value in inner.outvars):
@@ -185,6 +189,8 @@ def warm_up(runner: Runner, key: ProgramKey) -> list[Finding]:
     vocab_size = runner.model.vocab_size
     is_declared = runner.model.registration.device_token_ids
     num_rows = min(key.rows, key.tokens, runner.plan.num_pages - 1, runner.settings.max_slots)
+    if runner.shapes.num_recurrent:  # a state for each row, and the one all of them go on from
+        num_rows = min(num_rows, runner.shapes.state.num_states - 2)
     truth = (np.arange(num_rows, dtype=np.int32) * 13 + 7) % (vocab_size - 1) + 1
     poison = np.where(truth == vocab_size - 1, 1, truth + 1).astype(np.int32)
     results = {}
@@ -268,7 +274,14 @@ def _scene(key: ProgramKey, ids: np.ndarray, is_device: bool, runner: Runner) ->
             for _ in range(runner.shapes.num_groups)
         ),
         sampling={name: np.zeros(num_rows, dtype) for name, dtype in SAMPLING_COLUMNS},
+        state_ids=(_scene_states(num_rows, runner),) * runner.shapes.num_recurrent,
     )
+
+
+def _scene_states(num_rows: int, runner: Runner) -> np.ndarray:
+    """i32[rows, 2]: every row goes on from the last state, which no run of a scene writes."""
+    first = np.full(num_rows, runner.shapes.state.num_states - 1, np.int32)
+    return np.stack([first, 1 + np.arange(num_rows, dtype=np.int32)], axis=1)
 
 
 def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray) -> StepResult:
@@ -292,7 +305,8 @@ def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray
         vocab_size=runner.model.vocab_size,
         groups=runner.groups,
     )
-    runner.state, output = runner.programs.step(key)(runner.params, state, flat)
+    rows = runner.host_rows(schedule, key)
+    runner.state, output = runner.programs.step(key)(runner.params, state, flat, *rows)
     return unpack_output(key, np.asarray(output), schedule.num_rows, schedule.num_tokens)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.core
 import numpy as np
 
 
@@ -34,10 +35,15 @@ def walk(jaxpr: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def integer_constants(jaxpr: Any) -> list[tuple[int, ...]]:
-    """Shapes of integer arrays of more than one element closed over anywhere inside."""
+    """Shapes of integer arrays of more than one element closed over anywhere inside.
+
+    A kernel's body names its operands as constants too, but as values still being traced.
+    """
     shapes = []
     for inner in walk(jaxpr):
         for constant in getattr(inner, "consts", ()):
+            if isinstance(constant, jax.core.Tracer):
+                continue
             array = np.asarray(constant) if not hasattr(constant, "dtype") else constant
             if np.issubdtype(array.dtype, np.integer) and np.size(array) > 1:
                 shapes.append(tuple(array.shape))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 
 import flax.struct
 import jax
@@ -50,21 +51,31 @@ class Ranges:
     def read(self, flat: jax.Array) -> dict[str, jax.Array]:
         """Static slices of a device array."""
         return {
-            name: jax.lax.slice(flat, (offset,), (offset + int(np.prod(shape)),)).reshape(shape)
-            for name, offset, shape in self.places
+            name: jax.lax.slice(flat, (place.start,), (place.stop,)).reshape(shape)
+            for name, place, shape in self._slices
         }
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views of a host array."""
-        return {
-            name: flat[offset : offset + int(np.prod(shape))].reshape(shape)
+        return {name: flat[place].reshape(shape) for name, place, shape in self._slices}
+
+    @functools.cached_property
+    def _slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
+        return tuple(
+            (name, slice(offset, offset + math.prod(shape)), shape)
             for name, offset, shape in self.places
-        }
+        )
 
 
 @functools.cache
-def batch_ranges(key: ProgramKey, num_groups: int) -> Ranges:
-    """Ranges of the packed batch of a program. `prompt_ids` come last."""
+def batch_ranges(key: ProgramKey, num_groups: int, num_recurrent: int = 0) -> Ranges:
+    """Ranges of the packed batch of a program. `prompt_ids` come last.
+
+    Args:
+      key: the program.
+      num_groups: groups with page tables.
+      num_recurrent: groups with state ids.
+    """
     shapes: dict[str, tuple[int, ...]] = {
         "num_decode": (1,),
         "slots": (key.rows,),
@@ -72,6 +83,7 @@ def batch_ranges(key: ProgramKey, num_groups: int) -> Ranges:
         "kinds": (key.rows,),
     }
     shapes |= {f"page_table_{g}": (key.rows, key.width) for g in range(num_groups)}
+    shapes |= {f"state_ids_{g}": (key.rows, 2) for g in range(num_recurrent)}
     if key.sampler == "full":
         shapes |= {name: (key.rows,) for name, _ in SAMPLING_COLUMNS}
     shapes["prompt_ids"] = (key.tokens,)
@@ -118,18 +130,23 @@ def pack(
       key: the program it runs on.
       max_slots: slots of the state, the padding slot aside.
       vocab_size: rows of the embedding table.
-      groups: pools that the page tables must suit; empty: pages are not checked.
+      groups: pools that page tables and state ids must suit; empty: neither is checked.
 
     Raises:
       ValueError: the schedule breaks a rule that the device would not notice: rows or tokens over
         the bucket, a slot out of range or named twice, a page that is trash where one is needed
-        or past the pool's end, an id outside the vocabulary.
+        or past the pool's end, a state that is trash, past the pool's end or written by another
+        row, an id outside the vocabulary.
     """
     _check(schedule, key, max_slots, vocab_size)
-    for group, table in zip(groups, schedule.page_tables, strict=bool(groups)):
+    paged = [group for group in groups if not group.is_recurrent]
+    for group, table in zip(paged, schedule.page_tables, strict=bool(groups)):
         _check_pages(schedule, table, group)
+    recurrent = [group for group in groups if group.is_recurrent]
+    for group, state_ids in zip(recurrent, schedule.state_ids, strict=bool(groups)):
+        _check_states(schedule, state_ids, group)
     rows, tokens = schedule.num_rows, schedule.num_tokens
-    ranges = batch_ranges(key, len(schedule.page_tables))
+    ranges = batch_ranges(key, len(schedule.page_tables), len(schedule.state_ids))
     flat = np.zeros(ranges.size, np.int32)
     views = ranges.views(flat)
     views["num_decode"][0] = schedule.num_decode
@@ -140,6 +157,9 @@ def pack(
     views["kinds"][:rows] = schedule.kinds
     for group, table in enumerate(schedule.page_tables):
         views[f"page_table_{group}"][:rows, : table.shape[1]] = table
+    # A padding row's states stay 0: it writes the trash state.
+    for group, state_ids in enumerate(schedule.state_ids):
+        views[f"state_ids_{group}"][:rows] = state_ids
     if key.sampler == "full":
         for name, dtype in SAMPLING_COLUMNS:
             views[name][:rows] = schedule.sampling[name].astype(dtype, copy=False).view(np.int32)
@@ -192,6 +212,28 @@ def _check_pages(schedule: Schedule, table: np.ndarray, group: GroupConfig) -> N
         )
 
 
+def _check_states(schedule: Schedule, state_ids: np.ndarray, group: GroupConfig) -> None:
+    """Every row reads and writes a state of the pool, and no row's state is written by another."""
+    if state_ids.shape != (schedule.num_rows, 2):
+        raise ValueError(f"{schedule.num_rows} rows need 2 state ids each, got {state_ids.shape}")
+    if state_ids.size and (state_ids.min() <= TRASH_PAGE or state_ids.max() >= group.num_pages):
+        raise ValueError(
+            f"state ids must lie in [1, {group.num_pages}), got {state_ids.min()} to "
+            f"{state_ids.max()}"
+        )
+    rows = np.arange(schedule.num_rows)
+    writers = np.full(group.num_pages, -1)
+    writers[state_ids[:, 1]] = rows
+    found = writers[state_ids]  # [rows, 2], who writes what the row reads or writes
+    is_foreign = (found >= 0) & (found != rows[:, None])
+    if is_foreign.any():
+        owner, writer = int(np.argwhere(is_foreign)[0, 0]), int(found[is_foreign][0])
+        raise ValueError(
+            f"row {writer} (slot {schedule.slots[writer]}) writes state "
+            f"{state_ids[writer, 1]}, which row {owner} (slot {schedule.slots[owner]}) owns"
+        )
+
+
 @flax.struct.dataclass
 class Packed:
     """A packed batch taken apart on the device, ids aside."""
@@ -202,15 +244,18 @@ class Packed:
     kinds: jax.Array  # i32[R] of RowKind, 0 for padding rows
     page_tables: tuple[jax.Array, ...]  # per group i32[R, W]
     sampling: SamplingRows | None  # None under the greedy sampler
+    state_ids: tuple[jax.Array, ...] = ()  # per recurrent group i32[R, 2]
 
     def has(self, kind: RowKind) -> jax.Array:
         """bool[R], True where the row is of the kind."""
         return (self.kinds & jnp.int32(int(kind))) != 0
 
 
-def unpack(key: ProgramKey, num_groups: int, flat: jax.Array) -> tuple[jax.Array, Packed]:
+def unpack(
+    key: ProgramKey, num_groups: int, flat: jax.Array, num_recurrent: int = 0
+) -> tuple[jax.Array, Packed]:
     """Static slices of the packed array: the host's ids i32[T], and everything else."""
-    parts = batch_ranges(key, num_groups).read(flat)
+    parts = batch_ranges(key, num_groups, num_recurrent).read(flat)
     sampling = None
     if key.sampler == "full":
         sampling = SamplingRows(
@@ -226,6 +271,7 @@ def unpack(key: ProgramKey, num_groups: int, flat: jax.Array) -> tuple[jax.Array
         kinds=parts["kinds"],
         page_tables=tuple(parts[f"page_table_{g}"] for g in range(num_groups)),
         sampling=sampling,
+        state_ids=tuple(parts[f"state_ids_{g}"] for g in range(num_recurrent)),
     )
     return parts["prompt_ids"], packed
 

@@ -34,6 +34,12 @@ class MemoryPlan:
     page_bytes: int
     """One page in every group."""
     num_pages: int
+    states: int = 0
+    """All states of recurrent groups."""
+    host_rows: int = 0
+    """Embeddings of one step that the host made and sent."""
+    host_tables: int = 0
+    """Tables in host memory. They take nothing of the device: no part of the total."""
 
     @property
     def pools(self) -> int:
@@ -43,17 +49,21 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Everything planned."""
-        return self.weights + self.small_state + self.temporaries + self.outputs + self.pools
+        fixed = self.weights + self.small_state + self.states + self.temporaries + self.outputs
+        return fixed + self.host_rows + self.pools
 
     def __str__(self) -> str:
         rows = [
             ("weights", self.weights),
             ("state without pages", self.small_state),
+            *([("recurrent states", self.states)] if self.states else []),
             ("temporaries", self.temporaries),
             ("outputs in flight", self.outputs),
+            *([("embeddings sent", self.host_rows)] if self.host_rows else []),
             (f"{self.num_pages} pages", self.pools),
             ("total", self.total),
             ("limit", self.limit),
+            *([("tables on the host", self.host_tables)] if self.host_tables else []),
         ]
         return "\n".join(f"  {name:<22}{size / GIB:9.3f} GiB" for name, size in rows)
 

@@ -39,11 +39,18 @@ class ProgramShapes:
     """Where packed arrays and small state leaves lie."""
     pool_sharding: jax.sharding.Sharding
     compiler_options: Mapping[str, Any]
+    host_row: jax.ShapeDtypeStruct | None = None
+    """One token's embedding [D] that the host makes; None: the forward embeds ids itself."""
 
     @property
     def num_groups(self) -> int:
-        """Cache groups of the model."""
+        """Paged cache groups of the model."""
         return len(self.state.pools)
+
+    @property
+    def num_recurrent(self) -> int:
+        """Recurrent groups of the model."""
+        return len(self.state.states)
 
     def state_shapes(self) -> StepState:
         """Abstract StepState with shardings."""
@@ -62,12 +69,20 @@ class ProgramShapes:
 
     def trace_step(self, key: ProgramKey) -> jax.stages.Traced:
         """The step of one key. `keep_unused`: parameter numbers stay leaf numbers."""
-        step = make_step(self.model, key, self.tiling, self.num_groups)
+        step = make_step(self.model, key, self.tiling, self.num_groups, self.num_recurrent)
         state = self.state_shapes()
         out_shardings = (jax.tree.map(lambda s: s.sharding, state), self.replicated)
         jitted = jax.jit(step, donate_argnums=(1,), keep_unused=True, out_shardings=out_shardings)
-        ranges = batch_ranges(key, self.num_groups)
-        return jitted.trace(self.params, state, self.packed(ranges.size))
+        ranges = batch_ranges(key, self.num_groups, self.num_recurrent)
+        return jitted.trace(self.params, state, self.packed(ranges.size), *self.host_rows(key))
+
+    def host_rows(self, key: ProgramKey) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract embeddings [T, D], the last argument where the host makes them, else none."""
+        if self.host_row is None:
+            return ()
+        row = self.host_row
+        rows = jax.ShapeDtypeStruct((key.tokens, *row.shape), row.dtype, sharding=self.replicated)
+        return (rows,)
 
     def trace_install(self, shape: InstallShape) -> jax.stages.Traced:
         """The install program."""

@@ -25,7 +25,8 @@ from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import Install, RowKind, Schedule, StepResult
 from models import sharding
 from models.batch import Tiling
-from models.registry import Model
+from models.cache import CacheGroup, CacheSpec, RecurrentGroup
+from models.registry import HostTables, Model
 
 
 def device_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:
@@ -68,7 +69,13 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
         token_budget=2048,
         token_rungs=(512, 2048),
         max_chunk_rows=16,
-        tiling=Tiling(block_pages=128, tile_tokens=64, tiles_at_once=1024),
+        tiling=Tiling(
+            block_pages=128,
+            tile_tokens=64,
+            tiles_at_once=1024,
+            # The kernels are written for Hopper.
+            kernels="mosaic" if getattr(device, "compute_capability", "") == "9.0" else "plain",
+        ),
         compiler_options=options,
         probe_options=options | {"xla_gpu_autotune_level": 0},
         memory_bytes=int(stats.get("bytes_limit", 0)),
@@ -83,6 +90,8 @@ class PackedSchedule:
     schedule: Schedule
     key: ProgramKey
     flat: np.ndarray
+    host_rows: tuple[np.ndarray, ...] = ()
+    """Embeddings [T, D] of a registration that makes them on the host; empty for others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +128,20 @@ class Runner:
         shapes: ProgramShapes,
         plan: planning.MemoryPlan,
         guard: CompileGuard,
+        tables: HostTables | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.params = params
+        self.tables = tables or {}
         self.programs = programs
         self.shapes = shapes
         self.plan = plan
         self.guard = guard
+        spec = model.cache_spec(settings.page_size, settings.dtype)
         self.groups = tuple(
-            GroupConfig(plan.num_pages, group.page_size, group.window, group.prefix_cacheable)
-            for group in model.cache_spec(settings.page_size, settings.dtype).groups
+            _group_config(spec, group, plan.num_pages, shapes.state.num_states)
+            for group in spec.groups
         )
         self.counters = RunnerCounters()
         self.weights_version = 0
@@ -147,7 +159,18 @@ class Runner:
             vocab_size=self.model.vocab_size,
             groups=self.groups,
         )
-        return PackedSchedule(schedule, key, flat)
+        return PackedSchedule(schedule, key, flat, self.host_rows(schedule, key))
+
+    def host_rows(self, schedule: Schedule, key: ProgramKey) -> tuple[np.ndarray, ...]:
+        """The embeddings [T, D] that go in with a step, where the registration makes them here.
+
+        A new array for every step, never written again. Padding tokens are embedded as id 0.
+        """
+        if self.shapes.host_row is None:
+            return ()
+        token_ids = np.zeros(key.tokens, np.int32)
+        token_ids[: schedule.num_tokens] = schedule.token_ids
+        return (self.model.host_embed(self.tables, token_ids, self.shapes.host_row.dtype),)
 
     def launch(self, packed: PackedSchedule) -> Launch:
         """Starts one step. Its output is read later by `settle`."""
@@ -157,7 +180,9 @@ class Runner:
             self.install(schedule.installs[start : start + at_once])
         # The array goes in as it is: device_put with a sharding costs 0.4 ms more of Python (H200
         # host, 2026-11-29), and an array changed after the call was never seen (benchmarks/poison).
-        self.state, output = self._step(key)(self.params, self.state, packed.flat)
+        self.state, output = self._step(key)(
+            self.params, self.state, packed.flat, *packed.host_rows
+        )
         output.copy_to_host_async()
         self._count(schedule, key)
         return Launch(schedule, key, output)
@@ -194,12 +219,21 @@ class Runner:
         self.settings = dataclasses.replace(self.settings, lane=lane, depth=depth)
         self.reset_state()
 
-    def replace_params(self, params: Any) -> None:
-        """Swaps the weights without a compile.
+    def replace_params(self, params: Any, tables: HostTables | None = None) -> None:
+        """Swaps the weights without a compile, and with them the tables on the host.
 
         Raises:
-          ValueError: a leaf's shape, dtype or sharding differs from the compiled one.
+          ValueError: a leaf's shape, dtype or sharding differs from the compiled one; or a table
+            is missing, left over or of another shape.
         """
+        tables = tables or {}
+        shapes = {path: table.shape for path, table in tables.items()}
+        expected = {path: table.shape for path, table in self.tables.items()}
+        if shapes != expected:
+            raise ValueError(
+                f"the new host tables are {shapes or 'none'}, the engine has {expected or 'none'}; "
+                "give the tables that belong to the new parameters"
+            )
         new_leaves, new_tree = jax.tree.flatten(params)
         old_leaves, old_tree = jax.tree.flatten(self.params)
         if new_tree != old_tree:
@@ -210,7 +244,7 @@ class Runner:
                     f"a new parameter is {new.dtype}{list(new.shape)} on {new.sharding}, the "
                     f"compiled one {old.dtype}{list(old.shape)} on {old.sharding}"
                 )
-        self.params = params
+        self.params, self.tables = params, tables
         self.weights_version += 1
 
     def device_counters(self) -> tuple[int, int]:
@@ -226,14 +260,21 @@ class Runner:
     @property
     def num_parameters(self) -> int:
         """Weights of the model, shared ones once."""
-        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.shapes.params))
+        on_device = {part.name for leaf in self.model.leaves().values() for part in leaf.parts}
+        host_only = [
+            leaf
+            for leaf in self.model.host_leaves().values()
+            if not on_device & {part.name for part in leaf.parts}
+        ]
+        leaves = [*jax.tree.leaves(self.shapes.params), *host_only]
+        return sum(int(np.prod(x.shape)) for x in leaves)
 
     def close(self) -> None:
         """Gives the device's memory back: the last call on a runner."""
         self.guard.close()
         _delete(self.state)
         _delete(self.params)
-        self.params = None
+        self.params, self.tables = None, {}
         # The last references to the executables, whose code and constants lie on the device.
         del self.programs
 
@@ -255,6 +296,7 @@ class Runner:
                 key,
                 self.shapes.tiling,
                 self.shapes.num_groups,
+                self.shapes.num_recurrent,
             )
             self._eager_steps[key] = _unjitted(step)
         return self._eager_steps[key]
@@ -265,6 +307,16 @@ class Runner:
         self.counters.programs[key] += 1
         self.counters.device_rows += num_device
         self.counters.host_rows += schedule.num_rows - num_device
+
+
+def _group_config(
+    spec: CacheSpec, group: CacheGroup | RecurrentGroup, num_pages: int, num_states: int
+) -> GroupConfig:
+    """What the scheduler knows of a cache group."""
+    if isinstance(group, CacheGroup):
+        return GroupConfig(num_pages, group.page_size, group.window, group.prefix_cacheable)
+    tokens = spec.snapshot_tokens(group)
+    return GroupConfig(num_states, tokens, None, group.prefix_cacheable, is_recurrent=True)
 
 
 def _unjitted(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,7 +44,8 @@ class StepState:
     history: jax.Array  # i32[max_slots + 1, max_model_len], ids of each slot
     tables: SamplingTables  # [max_slots + 1, ...]
     counters: jax.Array  # i32[2], rows whose first id came from the device, from the host
-    pools: tuple[tuple[jax.Array, ...], ...]  # per group, per layer
+    pools: tuple[tuple[jax.Array, ...], ...]  # per paged group, per layer
+    states: tuple[tuple[jax.Array, ...], ...] = ()  # per recurrent group, per layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,12 @@ class StateShape:
     max_model_len: int
     vocab_size: int
     pools: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+    states: tuple[tuple[jax.ShapeDtypeStruct, ...], ...] = ()
+
+    @property
+    def num_states(self) -> int:
+        """States of each recurrent pool, trash included; 0 without such a pool."""
+        return self.states[0][0].shape[0] if self.states else 0
 
     def fresh(self) -> StepState:
         """An empty state: no id is known, every page is zero."""
@@ -74,6 +81,7 @@ class StateShape:
             ),
             counters=ids((2,), 0),
             pools=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.pools),
+            states=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.states),
         )
 
 
@@ -145,6 +153,7 @@ def lay_out(key: ProgramKey, tiling: Tiling, packed: Packed, num_tokens: jax.Arr
         is_decode=key.is_decode,
         max_chunk_rows=key.max_chunk_rows,
         tiling=tiling,
+        state_ids=packed.state_ids,
     )
 
 
@@ -272,6 +281,7 @@ def advance(
         history=state.history.at[writes[:, None], places].set(accepted.ids, mode="drop"),
         counters=state.counters + counts,
         pools=cache.pools,
+        states=cache.states,
     )
 
 
@@ -298,11 +308,24 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_step(
-    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int
-) -> Callable[[Any, StepState, jax.Array], tuple[StepState, jax.Array]]:
-    """The step of one program: (params, state, packed batch) -> (state, packed output)."""
+    model: Model, key: ProgramKey, tiling: Tiling, num_groups: int, num_recurrent: int = 0
+) -> Callable[..., tuple[StepState, jax.Array]]:
+    """The step of one program: (params, state, packed batch) -> (state, packed output).
+
+    One more argument, embeddings [T, D], where the registration makes them on the host.
+
+    Raises:
+      NotImplementedError: a recurrent group in a program whose decode rows bring drafts.
+    """
+    if num_recurrent and key.query_len > 1:
+        raise NotImplementedError(
+            f"query length {key.query_len} with a recurrent cache group: a refused draft would "
+            "have to be taken back out of the state; use query length 1"
+        )
     parts = StepParts(
-        unpack=_named("unpack", functools.partial(unpack, key, num_groups)),
+        unpack=_named(
+            "unpack", functools.partial(unpack, key, num_groups, num_recurrent=num_recurrent)
+        ),
         resolve_ids=_named("resolve_ids", functools.partial(resolve_ids, model.vocab_size)),
         forward=_named("forward", model.forward),
         sample=_named("sample", functools.partial(sample, key)),
@@ -310,12 +333,15 @@ def make_step(
         accept=_named("accept", functools.partial(accept, key)),
     )
 
-    def step(params: Any, state: StepState, flat: jax.Array) -> tuple[StepState, jax.Array]:
+    def step(
+        params: Any, state: StepState, flat: jax.Array, embeddings: jax.Array | None = None
+    ) -> tuple[StepState, jax.Array]:
         prompt_ids, packed = parts.unpack(flat)
         batch = lay_out(key, tiling, packed, state.num_tokens)
         resolved = parts.resolve_ids(prompt_ids, state.last_tokens, packed, batch)
+        embedded = dataclasses.replace(batch, embeddings=embeddings)
         hidden, cache = parts.forward(
-            params, open_cache(state.pools, key.tokens), resolved.token_ids, batch
+            params, open_cache(state.pools, key.tokens, state.states), resolved.token_ids, embedded
         )
         last = hidden if key.is_decode else hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
         sampled = parts.sample(

@@ -10,16 +10,21 @@ from engine.config import LIMITS
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-    """Pool of one cache group."""
+    """Pool of one cache group.
+
+    A page of a recurrent group is a state: it stands for every token before its end.
+    """
 
     num_pages: int
     """Pages on the device, page 0 included, which is trash and never given."""
     page_size: int
-    """Tokens of one page."""
+    """Tokens of one page; of a recurrent group the tokens between two snapshots."""
     window: int | None = None
     """Tokens a query looks back at most; pages wholly below are returned. None: all."""
     prefix_cacheable: bool = True
     """False: a prefix cannot be restored from this group's pages, so no request hits the cache."""
+    is_recurrent: bool = False
+    """True: a request owns one state, whatever its length."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 2:
@@ -30,10 +35,25 @@ class GroupConfig:
             raise ValueError(f"page_size is {self.page_size}, it must be at least 1")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is {self.window}, it must be at least 1 or None")
+        if self.is_recurrent and self.window is not None:
+            raise ValueError(f"window is {self.window}, a recurrent group has none")
+        if self.is_recurrent and self.num_pages < 3:
+            raise ValueError(
+                f"num_pages is {self.num_pages}, a recurrent group needs at least 3: trash, a "
+                "state to go on from and one to write"
+            )
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
+
+    def first_page_read(self, num_pages: int) -> int:
+        """The first of `num_pages` full pages that the token after them still needs."""
+        if self.is_recurrent:
+            return max(0, num_pages - 1)
+        if self.window is None:
+            return 0
+        return max(0, num_pages * self.page_size - self.window) // self.page_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -44,6 +44,10 @@ class PagePool:
     def num_owners(self, page: int) -> int:
         """How many choices hold the page."""
         return self._owners[page]
+
+    def is_cached(self, page: int) -> bool:
+        """True when the page's content may be read by choices to come."""
+        return page in self._cached
 
     def allocate(self, count: int) -> list[int]:
         """Gives `count` pages to one owner each, the longest unused cached ones last.
@@ -122,7 +126,7 @@ class PagePool:
 
 
 class PageGroup:
-    """Pool and page tables of one cache group, rows indexed by slot."""
+    """Pool and page tables of one paged group, rows indexed by slot."""
 
     def __init__(
         self,
@@ -143,15 +147,42 @@ class PageGroup:
         self.num_published = np.zeros(max_slots, np.int32)
         """Leading entries offered to the prefix cache."""
 
-    def occupy(self, slot: int, cached: list[int], count: int) -> None:
-        """Fills a slot's row: pages found in the prefix cache, then `count` new ones."""
+    def has_room(self, cached: list[int], num_tokens: int, num_active: int) -> bool:
+        """True when a choice of `num_tokens` fits, and a page for each active row beside it."""
+        count = self.config.pages_for(num_tokens) - len(cached)
+        return self.pool.num_available - self.pool.count_idle(cached) >= count + num_active
+
+    def occupy(self, slot: int, cached: list[int], num_tokens: int) -> None:
+        """Fills a slot's row: pages found in the prefix cache, then new ones."""
         self.pool.retain(page for page in cached if page)
-        pages = cached + self.pool.allocate(count)
+        pages = cached + self.pool.allocate(self.config.pages_for(num_tokens) - len(cached))
         self.table[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
         self.num_published[slot] = len(cached)
         passed = next((place for place, page in enumerate(cached) if page), len(cached))
         self.num_passed[slot] = passed
+
+    def rows(self, slots: np.ndarray, num_tokens: int) -> np.ndarray:
+        """i32[rows, pages of `num_tokens` tokens], a copy of the slots' tables."""
+        return self.table[:, : self.config.pages_for(num_tokens)][slots]
+
+    def publishable(
+        self, slots: np.ndarray, num_tokens: np.ndarray
+    ) -> Iterator[tuple[int, int, int]]:
+        """(slot, place, page) of pages that have become full of settled tokens, each once.
+
+        Args:
+          slots: of settled rows.
+          num_tokens: i32[rows], leading tokens of each slot that are settled and may be shared.
+        """
+        full = num_tokens // self.config.page_size
+        for row in np.flatnonzero(full > self.num_published[slots]).tolist():
+            slot, end = int(slots[row]), int(full[row])
+            begin = int(self.num_published[slot])
+            for place, page in enumerate(self.table[slot, begin:end].tolist(), begin):
+                if page:
+                    yield slot, place, page
+            self.num_published[slot] = end
 
     def lacks_page(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """bool[rows]: the slot has no page for the token at position `num_tokens`."""
@@ -180,3 +211,28 @@ class PageGroup:
         self.pool.release(row[::-1].tolist())
         self.table[slot, : self.num_pages[slot]] = 0
         self.num_pages[slot] = self.num_passed[slot] = self.num_published[slot] = 0
+
+    def count_owners(self) -> np.ndarray:
+        """i64[num_pages], how many slots' rows name each page."""
+        return np.bincount(self.table.ravel(), minlength=self.config.num_pages)
+
+    def audit(self, is_owned: np.ndarray, num_settled: np.ndarray) -> None:
+        """Checks the tables.
+
+        Args:
+          is_owned: bool[slots], the slot has an owner.
+          num_settled: i32[slots], tokens with KV in settled steps.
+
+        Raises:
+          AssertionError: naming the slot and what is wrong.
+        """
+        owners = self.count_owners()
+        for slot, row in enumerate(self.table):
+            used = row[row > 0]
+            assert is_owned[slot] or not len(used), f"free slot {slot} owns pages"
+            assert len(set(used.tolist())) == len(used), f"slot {slot} owns a page twice"
+            for place in np.flatnonzero((owners[row] > 1) & (row > 0)).tolist():
+                end = (place + 1) * self.config.page_size
+                assert end <= num_settled[slot], (
+                    f"slot {slot} shares page {row[place]} before it is settled"
+                )

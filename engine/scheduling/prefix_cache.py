@@ -53,7 +53,7 @@ class Hit:
 
     num_tokens: int
     pages: tuple[list[int], ...]
-    """Per group one page for each full page of the hit; 0 where its window has passed."""
+    """Per group one page for each full page of the hit; 0 where no later token reads it."""
 
 
 class PrefixCache:
@@ -79,8 +79,8 @@ class PrefixCache:
     def _find(self, group: int, keys: PageKeys, ids: np.ndarray, limit: int) -> list[int]:
         config = self._groups[group]
         count = limit // config.page_size if config.prefix_cacheable else 0
-        if config.window is None:
-            row: list[int] = []
+        row: list[int] = []
+        if config.first_page_read(count) == 0:
             for place in range(count):
                 page = self._lookup(group, keys, ids, place)
                 if not page:
@@ -89,7 +89,7 @@ class PrefixCache:
             return row
         row = [self._lookup(group, keys, ids, place) for place in range(count)]
         while row:
-            first = max(0, len(row) * config.page_size - config.window) // config.page_size
+            first = config.first_page_read(len(row))
             gap = next((p for p in range(len(row) - 1, first - 1, -1) if not row[p]), None)
             if gap is None:
                 return [0] * first + row[first:]

@@ -55,7 +55,7 @@ class Install:
     known_ids: np.ndarray
     """i32[known]: prompt, and outputs after a preemption."""
     num_cached_tokens: int
-    """Tokens whose pages come from the prefix cache."""
+    """Tokens whose pages and states come from the prefix cache."""
     stop_ids: tuple[int, ...]
     """Masked until min_tokens."""
     logit_bias: tuple[tuple[int, float], ...]
@@ -88,11 +88,13 @@ class Schedule:
     kv_lens: np.ndarray
     """i32[rows], tokens with KV after this step (upper bound; pages are owned up to it)."""
     page_tables: tuple[np.ndarray, ...]
-    """Per cache group i32[rows, width >= pages of the longest row]; unused entries are 0."""
+    """Per paged group i32[rows, width >= pages of the longest row]; unused entries are 0."""
     sampling: dict[str, np.ndarray]
     """SAMPLING_COLUMNS by name, each [rows]."""
     installs: tuple[Install, ...] = ()
     """Slots to install before this step runs."""
+    state_ids: tuple[np.ndarray, ...] = ()
+    """Per recurrent group i32[rows, 2]: the state a row goes on from and the one it writes."""
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +118,7 @@ class RowFault(enum.IntFlag):
     BAD_ID = 1
     """The id to embed lay outside the vocabulary: it was never written or was corrupted."""
     NONFINITE_KV = 2
-    """A key or value was not finite; 0 was stored."""
+    """A key, a value or a recurrent state was not finite; 0 was stored."""
     NONFINITE_LOGITS = 4
     """A logit was NaN or infinite."""
 

@@ -1,13 +1,14 @@
 """Decides who runs: requests become schedules, and settled results become deltas.
 
 Counts are known before results are: a step is launched while older ones are in flight, and what a
-launch names (slot, pages) is given away only after that launch is settled.
+launch names (slot, pages, states) is given away only after that launch is settled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -23,6 +24,7 @@ from engine.scheduling.ledger import Ledger, Phase
 from engine.scheduling.pages import PageGroup
 from engine.scheduling.prefix_cache import PageKeys, PrefixCache
 from engine.scheduling.schedule import POISON_ID, Install, RowFault, RowKind, Schedule, StepResult
+from engine.scheduling.states import StateGroup
 
 __all__ = ["GroupConfig", "QueueFull", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -30,7 +32,7 @@ _NO_SLOTS = np.zeros(0, np.int64)
 
 _FAULTS = {
     RowFault.BAD_ID: "its slot's id lay outside the vocabulary, never written or corrupted",
-    RowFault.NONFINITE_KV: "a key or value was not finite",
+    RowFault.NONFINITE_KV: "a key or value was not finite, or a recurrent state",
     RowFault.NONFINITE_LOGITS: "a logit was not finite",
 }
 
@@ -51,31 +53,28 @@ class SchedulerStats:
     """Tokens looked up in the prefix cache, per admission."""
     prefix_hit_tokens: int
     num_pages: tuple[int, ...]
-    """Pages that can be given, per group."""
+    """Pages that can be given, per group; a state of a recurrent group counts as one."""
     num_free_pages: tuple[int, ...]
     num_idle_pages: tuple[int, ...]
     """Cached pages without an owner, given when the free ones are out."""
 
 
 class Scheduler:
-    """Owner of slots, pages and counts. One thread drives it: schedule, launch, settle in order."""
+    """Owner of slots, pages, states and counts.
+
+    One thread drives it: schedule, launch, settle in order.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._ledger = Ledger(config)
         self._cache = PrefixCache(config.groups)
-        self._groups = tuple(
-            PageGroup(
-                group,
-                config.max_slots,
-                config.max_model_len,
-                functools.partial(self._cache.evict, index),
-            )
-            for index, group in enumerate(config.groups)
-        )
+        self._groups = tuple(self._make_group(index) for index in range(len(config.groups)))
+        self._page_groups = tuple(g for g in self._groups if isinstance(g, PageGroup))
         self._caches_prefixes = config.prefix_cache and all(
             group.prefix_cacheable for group in config.groups
         )
+        self._chunk_border = self._find_chunk_border()
         self._weights_version = config.weights_version
         self._requests: dict[str, LiveRequest] = {}
         self._queue = policy.WaitingQueue()
@@ -83,7 +82,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_slots - 1, -1, -1))
         self._draining: set[Choice] = set()  # preempted, last launch not settled
         self._in_flight: deque[Schedule] = deque()
-        self._passed: deque[tuple[int, int, list[int]]] = deque()  # last step, group, pages
+        # Last step that names them, group, pages that no row reads any more.
+        self._passed: deque[tuple[int, int, list[int]]] = deque()
         self._deltas: list[Delta] = []
         self._num_submitted = 0
         self._num_unstarted = 0
@@ -93,6 +93,22 @@ class Scheduler:
         self._num_preemptions = 0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
+
+    def _make_group(self, index: int) -> PageGroup | StateGroup:
+        config, group = self._config, self._config.groups[index]
+        on_evict = functools.partial(self._cache.evict, index)
+        if group.is_recurrent:
+            return StateGroup(group, config.max_slots, on_evict)
+        return PageGroup(group, config.max_slots, config.max_model_len, on_evict)
+
+    def _find_chunk_border(self) -> int | None:
+        """Chunks end at its multiples where they can: lengths at which every group can be cut.
+
+        None where the ends of chunks decide nothing: pages of any full prefix are kept.
+        """
+        if not self._caches_prefixes or len(self._page_groups) == len(self._groups):
+            return None
+        return math.lcm(*(group.config.page_size for group in self._groups))
 
     # What the engine asks for.
 
@@ -276,7 +292,7 @@ class Scheduler:
             )
         # The last output is never fed back, so it needs no page.
         num_tokens = max(prompt_len, total - 1)
-        for group in self._groups:
+        for group in self._page_groups:
             needed, limit = group.config.pages_for(num_tokens), group.config.num_pages - 1
             if needed > limit:
                 raise ValueError(
@@ -293,7 +309,7 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> list[Install]:
-        """Gives slots and pages to waiting choices, in order, while there is room."""
+        """Gives slots, pages and states to waiting choices, in order, while there is room."""
         installs: list[Install] = []
         num_active = int(np.count_nonzero(self._ledger.has_work))
         while len(self._queue) and self._free_slots and num_active < self._config.max_rows:
@@ -309,19 +325,18 @@ class Scheduler:
         return installs
 
     def _place(self, choice: Choice, num_active: int) -> Install | None:
-        """Gives a choice a slot and pages for its known ids; None when there is no room."""
+        """Gives a choice a slot, pages for its known ids, and states; None: there is no room."""
         request, ids = choice.request, choice.known_ids
         num_prefill = len(request.prompt_ids) if self._config.deterministic else len(ids)
         num_cached, cached = self._find_prefix(choice, num_prefill)
-        counts = []
-        for group, pages in zip(self._groups, cached, strict=True):
-            count = group.config.pages_for(len(ids)) - len(pages)
-            if group.pool.num_available - group.pool.count_idle(pages) < count + num_active:
-                return None
-            counts.append(count)
+        if not all(
+            group.has_room(pages, len(ids), num_active)
+            for group, pages in zip(self._groups, cached, strict=True)
+        ):
+            return None
         slot = self._free_slots.pop()
-        for group, pages, count in zip(self._groups, cached, counts, strict=True):
-            group.occupy(slot, pages, count)
+        for group, pages in zip(self._groups, cached, strict=True):
+            group.occupy(slot, pages, len(ids))
         self._ledger.occupy(slot, request, choice.index, ids, num_cached, num_prefill)
         self._ledger.num_publishable[slot] = self._num_publishable(choice)
         self._owners[slot] = choice
@@ -375,14 +390,14 @@ class Scheduler:
     def _secure_pages(self, slots: np.ndarray) -> np.ndarray:
         """Gives each row a page for its next token; returns the slots that have one."""
         num_tokens = self._ledger.num_scheduled[slots]
-        lacks = [group.lacks_page(slots, num_tokens) for group in self._groups]
+        lacks = [group.lacks_page(slots, num_tokens) for group in self._page_groups]
         if not any(lack.any() for lack in lacks):
             return slots
         if all(
             np.count_nonzero(lack) <= group.pool.num_available
-            for group, lack in zip(self._groups, lacks, strict=True)
+            for group, lack in zip(self._page_groups, lacks, strict=True)
         ):
-            for group, lack in zip(self._groups, lacks, strict=True):
+            for group, lack in zip(self._page_groups, lacks, strict=True):
                 group.grow(slots[lack])
             return slots
         missing = np.logical_or.reduce(lacks)
@@ -398,7 +413,7 @@ class Scheduler:
         while ledger.phase[slot] == Phase.RUNNING:
             short = [
                 group
-                for group in self._groups
+                for group in self._page_groups
                 if group.lacks_page(place, ledger.num_scheduled[place])[0]
             ]
             lacking = [group for group in short if not group.pool.num_available]
@@ -459,9 +474,21 @@ class Scheduler:
             length = min(int(ledger.num_prefill[slot] - ledger.num_scheduled[slot]), budget)
             if config.max_chunk is not None:
                 length = min(length, config.max_chunk)
+            if self._chunk_border is not None:
+                length = self._cut_at_border(slot, length, self._chunk_border)
             chunks[slot] = length
             budget -= length
         return chunks
+
+    def _cut_at_border(self, slot: int, length: int, border: int) -> int:
+        """Ends a chunk at the last multiple of `border` it reaches: its states are kept there.
+
+        A hit leaves at least one token to compute, so the end of the last chunk does not count.
+        """
+        start, last = int(self._ledger.num_scheduled[slot]), int(self._ledger.num_prefill[slot])
+        end = start + length
+        cut = (end - (end == last)) // border * border
+        return cut - start if cut > start else length
 
     def _is_scored(self, slot: int) -> bool:
         choice = self._owners[slot]
@@ -506,16 +533,38 @@ class Scheduler:
             q_lens=q_lens,
             token_ids=np.concatenate(token_ids),
             kv_lens=kv_lens,
-            page_tables=tuple(
-                group.table[:, : group.config.pages_for(int(kv_lens.max()))][slots]
-                for group in self._groups
-            ),
+            page_tables=tuple(group.rows(slots, int(kv_lens.max())) for group in self._page_groups),
             sampling=sampling,
             installs=tuple(installs),
+            state_ids=self._advance_states(slots, kv_lens, len(decodes)),
         )
         ledger.launch(self._next_step, slots, q_lens, samples)
         self._next_step += 1
         return schedule
+
+    def _advance_states(
+        self, slots: np.ndarray, kv_lens: np.ndarray, num_decode: int
+    ) -> tuple[np.ndarray, ...]:
+        """Per recurrent group i32[rows, 2]; what chunks leave at a border is kept as a snapshot."""
+        ends = zip(slots[num_decode:].tolist(), kv_lens[num_decode:].tolist(), strict=True)
+        kept = [(slot, end) for slot, end in ends if self._is_kept(slot, end)]
+        found = []
+        for index, group in enumerate(self._groups):
+            if not isinstance(group, StateGroup):
+                continue
+            state_ids, left = group.advance(slots)
+            found.append(state_ids)
+            if left:
+                self._passed.append((self._next_step, index, left))
+            for slot, end in kept:
+                group.keep(slot, end)
+        return tuple(found)
+
+    def _is_kept(self, slot: int, num_tokens: int) -> bool:
+        """True when other choices may go on from the slot's first `num_tokens` tokens."""
+        border = self._chunk_border
+        is_border = border is not None and num_tokens % border == 0
+        return is_border and num_tokens <= self._ledger.num_publishable[slot]
 
     def _decode_ids(self, decodes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
         """i32[decodes], and DEVICE_ID set in `kinds` where the newest id is the device's own."""
@@ -614,29 +663,21 @@ class Scheduler:
                 self._finish(choice)
 
     def _publish(self, slots: np.ndarray) -> None:
-        """Offers pages that are full and settled to the prefix cache."""
+        """Offers pages that are full and settled, and settled snapshots, to the prefix cache."""
         ledger = self._ledger
         ready = np.minimum(ledger.num_settled[slots], ledger.num_publishable[slots])
         for index, group in enumerate(self._groups):
-            full = ready // group.config.page_size
-            for row in np.flatnonzero(full > group.num_published[slots]).tolist():
-                self._publish_pages(index, int(slots[row]), int(full[row]))
-
-    def _publish_pages(self, index: int, slot: int, end: int) -> None:
-        group, choice = self._groups[index], self._owners[slot]
-        assert choice is not None and choice.keys is not None, "a running choice has keys"
-        ids = self._ledger.known_ids[slot]
-        for place in range(int(group.num_published[slot]), end):
-            page = int(group.table[slot, place])
-            if page and self._cache.publish(index, choice.keys, ids, place, page):
-                group.pool.cache(page)
-        group.num_published[slot] = end
+            for slot, place, page in group.publishable(slots, ready):
+                choice = self._owners[slot]
+                assert choice is not None and choice.keys is not None, "a running choice has keys"
+                if self._cache.publish(index, choice.keys, ledger.known_ids[slot], place, page):
+                    group.pool.cache(page)
 
     def _pass_windows(self, schedule: Schedule) -> None:
-        """Returns pages that a window has passed, once no launch in flight names them."""
+        """Returns pages and states that rows have passed, once no launch in flight names them."""
         self._release_passed(schedule.step)
         for index, group in enumerate(self._groups):
-            if group.config.window is None:
+            if not isinstance(group, PageGroup) or group.config.window is None:
                 continue
             for slot in schedule.slots.tolist():
                 if self._ledger.phase[slot] != Phase.RUNNING:
@@ -675,7 +716,7 @@ class Scheduler:
         self._finish(choice)
 
     def _finish(self, choice: Choice) -> None:
-        """Takes a choice out of service; its slot and pages follow when nothing is in flight."""
+        """Takes a choice out of service; what it owns follows when nothing is in flight."""
         live = choice.live
         choice.is_finished = True
         if choice.slot >= 0:
@@ -705,7 +746,7 @@ class Scheduler:
             self._release(choice.slot)
 
     def _release(self, slot: int) -> None:
-        """Frees a slot and its pages; a preempted choice goes back to the queue."""
+        """Frees a slot, its pages and states; a preempted choice goes back to the queue."""
         choice = self._owners[slot]
         assert choice is not None and self._ledger.num_in_flight[slot] == 0, "nothing is in flight"
         if not choice.is_finished:
@@ -723,7 +764,7 @@ class Scheduler:
     # Checks.
 
     def audit(self) -> None:
-        """Checks every invariant over slots, pages and counts.
+        """Checks every invariant over slots, pages, states and counts.
 
         Raises:
           AssertionError: saying what is wrong.
@@ -755,28 +796,25 @@ class Scheduler:
                 places = (one.slot >= 0) + (one in live.held) + (one in self._queue)
                 assert places == 1, f"choice {one.order} is in {places} places"
 
-    def _audit_pages(self, index: int, group: PageGroup) -> None:
-        owners = np.zeros(group.config.num_pages, np.int64)
-        for slot, choice in enumerate(self._owners):
-            row = group.table[slot]
-            used = row[row > 0]
-            assert choice is not None or not len(used), f"free slot {slot} owns pages"
-            assert len(set(used.tolist())) == len(used), f"slot {slot} owns a page twice"
-            np.add.at(owners, used, 1)
-        for slot in range(len(self._owners)):
-            for place in np.flatnonzero(owners[group.table[slot]] > 1).tolist():
-                end = (place + 1) * group.config.page_size
-                assert not group.table[slot, place] or end <= self._ledger.num_settled[slot], (
-                    f"slot {slot} shares page {group.table[slot, place]} before it is settled"
-                )
+    def _audit_pages(self, index: int, group: PageGroup | StateGroup) -> None:
+        is_owned = np.array([choice is not None for choice in self._owners])
+        group.audit(is_owned, self._ledger.num_settled)
+        owners = group.count_owners()
         for _, group_index, pages in self._passed:
             if group_index == index:
                 np.add.at(owners, pages, 1)
         group.pool.audit(owners, self._cache.cached_pages(index))
         for schedule in self._in_flight:
-            for row in schedule.page_tables[index]:
-                used = row[row > 0]
-                assert (owners[used] > 0).all(), f"step {schedule.step} names a released page"
+            used = self._named(schedule, group)
+            used = used[used > 0]
+            assert (owners[used] > 0).all(), f"step {schedule.step} names a released page"
+
+    def _named(self, schedule: Schedule, group: PageGroup | StateGroup) -> np.ndarray:
+        """Pages or states of the group that a schedule names."""
+        if isinstance(group, PageGroup):
+            return schedule.page_tables[self._page_groups.index(group)]
+        groups = [one for one in self._groups if isinstance(one, StateGroup)]
+        return schedule.state_ids[groups.index(group)]
 
 
 def _install(choice: Choice, num_cached: int) -> Install:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from kernels.attention import decode as mosaic_decode
 from kernels.attention import reference
 from kernels.dispatch import Dispatch
 
-decode = Dispatch("attention.decode", [("reference", reference.decode)])
+decode = Dispatch(
+    "attention.decode", [("mosaic", mosaic_decode.decode), ("reference", reference.decode)]
+)
 """Rows of a fixed query length. See `reference.decode` for the contract."""
 
 prefill = Dispatch("attention.prefill", [("reference", reference.prefill)])

@@ -24,6 +24,7 @@ def decode(
     window: int | None,
     block_pages: int,
     block_bytes: int,
+    kernels: str = "plain",
 ) -> jax.Array:
     """Attends rows of equal query length to their pages.
 
@@ -37,10 +38,12 @@ def decode(
       window: positions a query sees, itself included; None: all before it.
       block_pages: pages attended at once, at most; the result's last bits depend on it.
       block_bytes: bytes of gathered pages at once, at most.
+      kernels: what the device can run; plain JAX runs everywhere.
 
     Returns:
       [R, Q, N, H] in q's dtype.
     """
+    del kernels
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[1]
     grouped = q.reshape(rows, queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -66,6 +69,7 @@ def prefill(
     tile_tokens: int,
     tiles_at_once: int,
     max_chunk_rows: int,
+    kernels: str = "plain",
 ) -> jax.Array:
     """Attends the chunks of a flat token batch to their pages, tile by tile.
 
@@ -84,10 +88,12 @@ def prefill(
       tile_tokens: queries of one tile.
       tiles_at_once: tiles attended at once.
       max_chunk_rows: rows that can be chunks.
+      kernels: what the device can run; plain JAX runs everywhere.
 
     Returns:
       [T, N, H] in q's dtype; tokens that belong to no chunk are zero.
     """
+    del kernels
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[1]
     tile_tokens = min(tile_tokens, num_tokens)

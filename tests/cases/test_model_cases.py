@@ -318,6 +318,9 @@ def test_dtype_reaches_weights_hidden_states_and_cache_of_every_family(architect
         pools = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), spec.pool_shapes(3))
         table = jnp.zeros((2, 2), jnp.int32)
         batch = decode_batch((3, 5)).replace(page_tables=(table,) * len(spec.groups))
+        if registration.host_embed is not None:
+            rows = jnp.zeros((2, model.config.hidden_size), dtype)
+            batch = batch.replace(embeddings=rows)
         ids = jnp.zeros(2, jnp.int32)
         hidden, cache = model.forward(params, open_cache(pools, 2), ids, batch)
         return params, hidden, cache.pools, model.logits(params, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pathlib
 
 import pytest
 
@@ -11,15 +12,16 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.execution.settings import refuse_undeclared
 from engine.serving import messages
-from models import llama
+from models import llama, llama_host_embed
 from proto.treadle.v1 import generation_pb2 as pb
-from tests.contract import undeclared
+from tests.contract import single_row
 from tests.engine import loop
 from tests.execution import toys
 from tests.execution.toys import CHUNK, DECODE, LAST_CHUNK, LATE
 from tests.families import tiny
 
 DECLARED = llama.REGISTRATION
+UNDECLARED = llama_host_embed.REGISTRATION
 
 STEPS = {
     "prefill only": [(0, LAST_CHUNK, [5, 6], 0), (1, CHUNK, [7], 0)],
@@ -46,24 +48,26 @@ def test_declared_registration_is_given_every_step(step):
 def test_undeclared_registration_is_refused_exactly_the_steps_with_a_stale_host_id(step):
     schedule = toys.schedule_of(STEPS[step])
     if step not in REFUSED:
-        assert refuse_undeclared(schedule, undeclared.UNDECLARED) is None
+        assert refuse_undeclared(schedule, UNDECLARED) is None
         return
     row, slot = REFUSED[step]
     with pytest.raises(ValueError) as refusal:
-        refuse_undeclared(schedule, undeclared.UNDECLARED)
+        refuse_undeclared(schedule, UNDECLARED)
     assert str(refusal.value) == (
-        f"row {row} (slot {slot}) takes its id from the device but UndeclaredForCausalLM does not "
-        "declare device_token_ids; run it with every id from the host"
+        f"row {row} (slot {slot}) takes its id from the device but LlamaHostEmbedForCausalLM does "
+        "not declare device_token_ids; run it with every id from the host"
     )
 
 
 @pytest.fixture
-def checkpoint(request, monkeypatch, tmp_path):
-    """A tiny Llama checkpoint under the name of a registration made for the test."""
-    registration = request.param
-    undeclared.register(registration, monkeypatch)
-    name = registration.architecture
-    return tiny.write_checkpoint("llama", tmp_path / "model", overrides={"architectures": [name]})
+def checkpoint(tmp_path) -> pathlib.Path:
+    """A tiny Llama checkpoint whose table is to stay on the host."""
+    return written(UNDECLARED.architecture, tmp_path)
+
+
+def written(architecture: str, folder: pathlib.Path) -> pathlib.Path:
+    overrides = {"architectures": [architecture]}
+    return tiny.write_checkpoint("llama", folder / "model", overrides=overrides)
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +82,30 @@ def start(path, **fields) -> Core:
 
 
 def crowd() -> list:
+    """Greedy rows and others, prompts of unequal length."""
+    sampled = {"temperature": 0.8, "logprobs": 2}
     return [
-        loop.request(f"r{i}", tiny.random_ids("llama", 3 + 20 * i), max_tokens=6) for i in range(4)
+        loop.request(
+            f"r{i}",
+            tiny.random_ids("llama", 3 + 20 * i),
+            max_tokens=6,
+            **sampled if i % 2 else {},
+        )
+        for i in range(4)
     ]
 
 
-@pytest.mark.parametrize("checkpoint", [undeclared.UNDECLARED], indirect=True)
+def said(outputs: loop.Outputs) -> dict[tuple[str, int], tuple]:
+    return {key: one.said for key, one in outputs.items()}
+
+
 def test_undeclared_registration_serves_on_the_sync_lane_and_says_so(
     checkpoint, llama_core, caplog
 ):
     with caplog.at_level(logging.WARNING):
         core = start(checkpoint, depth=3)
     assert [record.getMessage() for record in caplog.records] == [
-        "UndeclaredForCausalLM runs on the sync lane: it does not declare device_token_ids, so "
+        "LlamaHostEmbedForCausalLM runs on the sync lane: it does not declare device_token_ids, so "
         "every id comes from the host and no step overlaps the next"
     ]
     found = loop.run(core, crowd())
@@ -98,23 +113,21 @@ def test_undeclared_registration_serves_on_the_sync_lane_and_says_so(
     assert (core.info.lane, core.info.depth) == ("sync", 1)
     facts = pb.GetServerInfoResponse()
     messages.fill_engine_facts(facts, core.info)
-    assert facts.lane == "sync"
+    assert facts.lane == "sync" and facts.depth == 1
     assert set(stats.steps) == {"sync"} and stats.steps["sync"] > 6
     assert stats.device_rows == 0 and stats.host_rows > 20
     assert core.runner.device_counters() == (0, stats.host_rows)
-    with pytest.raises(ValueError, match=r"row 0 .* UndeclaredForCausalLM does not declare"):
+    with pytest.raises(ValueError, match=r"row 0 .* LlamaHostEmbedForCausalLM does not declare"):
         core.runner.pack(toys.schedule_of(STEPS["decode, ids on the device"]))
     core.close()
     caplog.clear()
-    expected = loop.run(llama_core, crowd())
+    assert len(loop.run(llama_core, crowd())) == 4
     assert caplog.records == [] and llama_core.info.lane == "overlap"
     assert llama_core.stats().device_rows > 0
-    assert {key: one.token_ids for key, one in found.items()} == {
-        key: one.token_ids for key, one in expected.items()
-    }
+    sync = loop.rescheduled(llama_core, ids_from_host=True)
+    assert said(found) == said(loop.run(sync, crowd()))
 
 
-@pytest.mark.parametrize("checkpoint", [undeclared.UNDECLARED], indirect=True)
 def test_undeclared_registration_reads_host_ids_on_the_eager_lane_too(checkpoint):
     fields = {"page_size": 4, "max_model_len": 96, "row_rungs": (8,), "token_rungs": (64,)}
     core = Core.start(EngineConfig(str(checkpoint), eager=True, token_budget=64, **fields))
@@ -131,20 +144,19 @@ def test_undeclared_registration_reads_host_ids_on_the_eager_lane_too(checkpoint
     core.close()
 
 
-@pytest.mark.parametrize("checkpoint", [undeclared.UNDECLARED], indirect=True)
 def test_require_overlap_refuses_an_undeclared_registration(checkpoint):
     with pytest.raises(ValueError) as refusal:
         start(checkpoint, require_overlap=True)
     assert str(refusal.value) == (
-        "require_overlap is set but the lane is sync: UndeclaredForCausalLM does not declare "
+        "require_overlap is set but the lane is sync: LlamaHostEmbedForCausalLM does not declare "
         "device_token_ids"
     )
 
 
-@pytest.mark.parametrize("checkpoint", [undeclared.SINGLE], indirect=True)
-def test_registration_of_one_row_is_refused_by_name_above_it(checkpoint):
+def test_registration_of_one_row_is_refused_by_name_above_it(monkeypatch, tmp_path):
+    single_row.register(monkeypatch)
     with pytest.raises(ValueError) as refusal:
-        start(checkpoint, max_rows=2)
+        start(written("SingleForCausalLM", tmp_path), max_rows=2)
     assert str(refusal.value) == (
         "max_rows is 2 but SingleForCausalLM runs 1 rows a step; start with max_rows=1"
     )

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from engine.scheduling.schedule import RowFault, StepResult
+from engine.scheduling.schedule import RowFault, RowKind, StepResult
 from models import registry
 from tests.contract import three_runs
-from tests.contract.three_runs import ROWS, SCENE, Played, Player
+from tests.contract.three_runs import ROWS, SCENE, SYNC_ONLY, Played, Player
 from tests.families import tiny
 
 NUM_DECODE = sum(len(step.decode) for step in SCENE)
@@ -24,7 +24,23 @@ def test_every_registration_has_a_row_of_its_own():
         assert tiny.config(name)["architectures"] == [architecture]
 
 
-@pytest.fixture(scope="module", params=registry.architectures())
+def test_registrations_without_a_third_run_are_those_that_declare_nothing():
+    declared = {name: registry.get(name).device_token_ids for name in registry.architectures()}
+    assert {name for name, is_declared in declared.items() if not is_declared} == set(SYNC_ONLY)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every registration, or those that the asked kind of player suits."""
+    names = registry.architectures()
+    if "declared_player" in metafunc.fixturenames:
+        names = [name for name in names if name not in SYNC_ONLY]
+    if "sync_only_player" in metafunc.fixturenames:
+        names = SYNC_ONLY
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def architecture(request) -> str:
     assert request.param in ROWS, f"{request.param} has no row in tests/contract/three_runs.py"
     return request.param
@@ -40,6 +56,18 @@ def player(architecture, lane, tmp_path_factory):
     runner = three_runs.start(architecture, lane, tmp_path_factory.mktemp(architecture))
     yield Player(runner, architecture)
     runner.close()
+
+
+@pytest.fixture(scope="module")
+def declared_player(player) -> Player:
+    """A player of a registration that is given ids from the device."""
+    return player
+
+
+@pytest.fixture(scope="module")
+def sync_only_player(player) -> Player:
+    """A player of a registration that never is."""
+    return player
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +125,10 @@ def test_control_with_poisoned_ids_differs_in_every_decode_row(player, reference
             assert first[schedule.num_decode :].tobytes() == second.tobytes(), name
 
 
-def test_ids_on_the_device_alone_equal_the_reference_bit_for_bit(player, reference, poison):
-    gate = player.gate(reference, poison)
+def test_ids_on_the_device_alone_equal_the_reference_bit_for_bit(
+    declared_player, reference, poison
+):
+    gate = declared_player.gate(reference, poison)
     assert_sound(gate)
     assert gate.host_counts == gate.state_counts == (NUM_DECODE, NUM_CHUNKS)
     assert gate.keys == reference.keys
@@ -110,14 +140,28 @@ def test_ids_on_the_device_alone_equal_the_reference_bit_for_bit(player, referen
     assert state_of(gate) == state_of(reference)
 
 
-def test_id_that_was_never_written_flags_its_row_and_no_other(player, reference):
+def test_id_that_was_never_written_flags_its_row_and_no_other(declared_player, reference):
     step = 4
     assert reference.schedules[step].slots.tolist() == [2, 3, 0]
-    result = player.unwritten(reference, step, slot=3)
+    result = declared_player.unwritten(reference, step, slot=3)
     assert result.faults.tolist() == [0, RowFault.BAD_ID, 0]
     others = [0, 2]
     for name, truth in fields(reference.results[step]).items():
         assert truth[others].tobytes() == fields(result)[name][others].tobytes(), name
+
+
+def test_registration_that_declares_nothing_never_runs_a_row_from_the_device(
+    sync_only_player, reference
+):
+    runner = sync_only_player.runner
+    schedule = three_runs.poisoned(reference.schedules[4], 0, RowKind.DEVICE_ID)
+    assert schedule.num_rows == 3
+    num_device, num_host = runner.device_counters()
+    assert num_device == runner.counters.device_rows == 0
+    with pytest.raises(ValueError, match=r"row 0 .* from the device but .* does not declare"):
+        runner.pack(schedule)
+    assert runner.device_counters() == (0, num_host)
+    assert runner.counters.device_rows == 0
 
 
 def state_of(played: Played) -> list[tuple[str, bytes]]:

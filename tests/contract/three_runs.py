@@ -31,11 +31,14 @@ from tests.families import tiny
 
 ROWS = {
     "LlamaForCausalLM": "llama",
+    "LlamaHostEmbedForCausalLM": "llama_host_embed",
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral_swa",
     "InternLM2ForCausalLM": "internlm2",
 }
 """The tiny checkpoint of every registration. One without a row fails the suite."""
+SYNC_ONLY = ("LlamaHostEmbedForCausalLM",)
+"""Registrations that are never given an id from the device: they have no run C."""
 
 LaneForm = Literal["compiled", "eager"]
 _ALL_KEYS = Ladder.keys

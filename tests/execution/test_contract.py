@@ -11,7 +11,9 @@ from jax.experimental import io_callback
 from engine.execution import check, contract, packing
 from engine.execution import step as steps
 from engine.execution.settings import choose_lane
-from models import decoder, registry
+from kernels.attention import api
+from models import checkpoint, decoder, registry
+from models.batch import Tiling
 from models.layers import Rows
 from tests.execution import toys
 from tests.execution.toys import LLAMA, llama_with
@@ -45,6 +47,37 @@ def proofs(runner, key, registration) -> list[tuple[str, str]]:
     """(proof, reason) of everything that refuses one program."""
     run = toys.runner_of(runner, registration, key)
     return [(finding.proof, finding.reason) for finding in contract.prove_program(run, key)]
+
+
+def kernel_findings(runner, registration) -> list[str]:
+    """Reasons of the structural proof of every program with the GPU's kernels in it."""
+    model = toys.model_of(registration, head_dim=64)
+    pools = model.cache_spec(64, "bfloat16").pool_shapes(10)
+    shapes = dataclasses.replace(
+        runner.shapes,
+        model=model,
+        tiling=Tiling(kernels="mosaic"),
+        state=dataclasses.replace(runner.shapes.state, pools=pools),
+        params=checkpoint.abstract(
+            model.leaves(), dtype="bfloat16", shardings=lambda leaf: runner.shapes.replicated
+        ),
+    )
+    keys = runner.settings.ladder.keys()
+    return [
+        finding.reason
+        for key in keys
+        for finding in contract.check_structure(key, shapes.trace_step(key).jaxpr, 1)
+    ]
+
+
+def test_programs_with_gpu_kernels_pass_the_structural_proof(runner):
+    before = api.decode.counts["mosaic"]
+    assert kernel_findings(runner, LLAMA) == []
+    assert api.decode.counts["mosaic"] > before
+
+
+def test_forward_with_gpu_kernels_that_ignores_ids_is_refused(runner):
+    assert set(kernel_findings(runner, llama_with(ignoring))) == {UNREAD}
 
 
 # --- forwards that the structural proof refuses ---
@@ -115,8 +148,8 @@ def ids_range(runner, key) -> tuple[int, int]:
 def unpack_with(change):
     """`unpack` whose Packed a `change(packed, flat, ids)` has touched."""
 
-    def unpack(key, num_groups, flat):
-        ids, packed = packing.unpack(key, num_groups, flat)
+    def unpack(key, num_groups, flat, **groups):
+        ids, packed = packing.unpack(key, num_groups, flat, **groups)
         return change(ids, packed, flat)
 
     return unpack
@@ -381,17 +414,22 @@ def test_parameter_that_no_program_reads_is_refused_by_its_path(runner, key):
     jaxpr = toys.jaxpr_of(runner, llama_with(without_layers), key)
     findings = contract.check_parameters(key, jaxpr, runner.shapes.params)
     assert [(finding.proof, finding.reason) for finding in findings] == [
-        ("structural", f"parameter ['layers']['0']['{name}'].kernel is never read")
-        for name in ("down", "gate_up", "o", "qkv")
+        ("structural", f"parameter ['layers']['0']{leaf} is never read")
+        for leaf in (
+            "['down'].kernel",
+            "['gate_up'].kernel",
+            "['o'].kernel",
+            "['qkv'].kernel",
+            "['vectors']",
+        )
     ]
 
 
 def without_layers(config, params, cache, token_ids, batch, *, tap):
     """Embeds and norms: no layer runs."""
     del tap, batch
-    scale = decoder.vector(config, params["vectors"], "norm")
     hidden = params["embed"].kernel[token_ids]
-    return hidden * scale[None], cache
+    return hidden * params["norm"][None], cache
 
 
 # --- forwards that only the three runs refuse ---
@@ -552,15 +590,30 @@ def test_check_reports_every_program_of_a_family():
 
 
 @pytest.mark.parametrize(
-    "architecture", [name for name in registry.architectures() if name != "LlamaForCausalLM"]
+    "architecture",
+    [
+        name
+        for name in registry.architectures()
+        if name != "LlamaForCausalLM" and registry.get(name).device_token_ids
+    ],
 )
-def test_check_holds_for_every_other_registration(architecture, monkeypatch):
+def test_check_holds_for_every_other_declared_registration(architecture, monkeypatch):
     holds, lines = check_on_the_smallest_ladder(registry.get(architecture), monkeypatch)
     assert holds and len(lines) == 5
     assert all(
         line.startswith(f"{architecture}: ") and line.endswith(": structural holds, dynamic holds")
         for line in lines
     )
+
+
+def test_check_of_a_registration_with_its_table_on_the_host_says_where_it_is(monkeypatch):
+    name = "LlamaHostEmbedForCausalLM"
+    holds, lines = check_on_the_smallest_ladder(registry.get(name), monkeypatch)
+    assert holds
+    assert lines[0] == f"{name}: embed float32[128, 64] stays on the host"
+    assert lines[-1] == f"{name}: sync lane: not applicable"
+    assert len(lines) == 7
+    assert all(line.endswith(": donation and parameters holds") for line in lines[1:-1])
 
 
 def check_one_program(runner, key, registration, monkeypatch) -> tuple[bool, list[str]]:

@@ -13,7 +13,16 @@ import numpy as np
 from safetensors.numpy import save_file
 
 FOLDER = Path(__file__).parent
-NAMES = ("llama", "llama_tied_bias", "mistral", "mistral_swa", "internlm2", "qwen3", "qwen3_tied")
+NAMES = (
+    "llama",
+    "llama_tied_bias",
+    "llama_host_embed",
+    "mistral",
+    "mistral_swa",
+    "internlm2",
+    "qwen3",
+    "qwen3_tied",
+)
 # An eps of 1e-5 or 1e-6 hides behind float32 rounding; these copies show a wrong one.
 EPS = 1e-3
 EPS_SUFFIX = "_eps"

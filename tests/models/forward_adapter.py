@@ -17,14 +17,16 @@ from models.registry import Model
 def load_params(
     model: Model, source: checkpoint.Source, leaves: Mapping[str, Leaf] | None = None
 ) -> Mapping[str, object]:
-    """Float32 parameters; `leaves` stands in for the model's own."""
-    return checkpoint.load(
+    """Float32 parameters, host tables under "host"; `leaves` stands in for the model's own."""
+    tables = checkpoint.load_host(model.host_leaves(), source, dtype="float32")
+    params = checkpoint.load(
         model.leaves() if leaves is None else leaves,
         source,
         dtype="float32",
         put=lambda buffer, leaf: jax.device_put(buffer),
         ignore=model.ignores,
     )
+    return params | {"host": tables}
 
 
 # One size serves every prompt of the goldens, so that a model compiles once for all lengths.
@@ -88,6 +90,10 @@ def _run(
     ids: np.ndarray,
     batch: Batch,
 ) -> tuple[np.ndarray, tuple[tuple[jax.Array, ...], ...]]:
+    params = dict(params)
+    tables = params.pop("host")
+    if model.registration.host_embed is not None:
+        batch = batch.replace(embeddings=model.host_embed(tables, ids, np.float32))
     logits, cache = _step(model, params, pools, ids, batch)
     assert not np.asarray(cache.is_nonfinite).any()
     return np.asarray(logits), cache.pools

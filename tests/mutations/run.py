@@ -1,20 +1,24 @@
 """Breaks one line at a time in a copy of the tree and compares the tests gone red with the table.
 
     python tests/mutations/run.py [NAME ...] [--third N] [--touching FILE ...]
+    python tests/mutations/run.py --turn --minutes 4 --jobs 2
 
-A mutant that does not import, or whose tests cannot be collected, is void, which is a failure too.
+A mutant that does not import, or whose tests cannot be collected, is void, which is a failure too;
+so is a test of a gate that no mutant is expected to turn red.
 Ends with 0 when every mutant turned exactly the expected tests red.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import hashlib
 import os
 import pathlib
 import platform
+import queue
 import re
 import shutil
 import subprocess
@@ -23,12 +27,21 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
+if __name__ == "__main__":  # as a command, Python looks beside the file and not at the root
+    sys.path.insert(0, str(ROOT))
+
+from tests.mutations import turn  # noqa: E402
+
 COPIED = ("engine", "models", "kernels", "proto", "tests")
+GATES = "tests/contract/test_*.py"
+"""Files of gate tests: each of these tests goes red under some mutant, or is deleted."""
 TIMEOUT_S = 600
+GRACE_S = 60
+"""How long a mutant under way may go on when the time for all of them is over."""
 _COMMAND = "python tests/mutations/run.py"
 
 
@@ -84,6 +97,17 @@ def table() -> list[Mutant]:
     return mutants
 
 
+def idle_gate_tests(mutants: Iterable[Mutant], root: pathlib.Path = ROOT) -> list[str]:
+    """Tests of the gates that no mutant is expected to turn red."""
+    red = {name.partition("[")[0] for mutant in mutants for name in mutant.red}
+    tests = [
+        f"{path.relative_to(root).as_posix()}::{name}"
+        for path in sorted(root.glob(GATES))
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    ]
+    return [test for test in tests if test not in red]
+
+
 def mutated(text: str, mutant: Mutant) -> str:
     """The text with the mutant's change.
 
@@ -125,15 +149,19 @@ class Tree:
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
 
-    def run(self, mutant: Mutant) -> Outcome:
-        """Breaks, tests, restores; the restored file is verified by its hash."""
+    def run(self, mutant: Mutant, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """Breaks, tests, restores; the restored file is verified by its hash.
+
+        Raises:
+          TimeoutExpired: the tests did not end; the file is restored.
+        """
         started = time.perf_counter()
         path = self.folder / mutant.file
         source = path.read_bytes()
         before = digest(source)
         try:
             path.write_text(mutated(source.decode(), mutant))
-            verdict, num_run, red = self._judge(mutant)
+            verdict, num_run, red = self._judge(mutant, timeout_s)
         except ValueError as error:
             verdict, num_run, red = f"void: {error}", 0, ()
         finally:
@@ -142,22 +170,23 @@ class Tree:
             raise RuntimeError(f"{path} was not restored")
         return Outcome(mutant.name, verdict, num_run, red, time.perf_counter() - started)
 
-    def _judge(self, mutant: Mutant) -> tuple[str, int, tuple[str, ...]]:
+    def _judge(self, mutant: Mutant, timeout_s: float) -> tuple[str, int, tuple[str, ...]]:
         module = mutant.file.removesuffix(".py").replace("/", ".")
         check = f"import {module} as m; print(m.__file__)"
-        imported = self._python("-c", check)
+        imported = self._python(timeout_s, "-c", check)
         if imported.returncode or str(self.folder) not in imported.stdout:
             return f"void: {mutant.file} does not import: {_last(imported.stderr)}", 0, ()
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         options = ("-q", "--tb=line", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
-        tested = self._python("-m", "pytest", *options, f"--junitxml={report}", *mutant.tests)
+        arguments = ("-m", "pytest", *options, f"--junitxml={report}", *mutant.tests)
+        tested = self._python(timeout_s, *arguments)
         if tested.returncode not in (0, 1):
             return f"void: pytest ended with {tested.returncode}: {_last(tested.stdout)}", 0, ()
         ran, red = read_report(report)
         return compare(ran, red, mutant.red), len(ran), tuple(red)
 
-    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _python(self, timeout_s: float, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": str(self.folder),
@@ -170,7 +199,7 @@ class Tree:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
 
 
@@ -265,34 +294,107 @@ def chosen(
     ]
 
 
+def due(mutants: Sequence[Mutant], now: turn.Turn) -> list[Mutant]:
+    """What a turn owes: new and changed rows first, then mutants of files it touched, then a third.
+
+    The third starts at another of its mutants each time it comes round, so that a bound on time
+    leaves out others.
+    """
+    touched = [mutant for mutant in mutants if mutant.name in now.mutants]
+    touched += [one for one in mutants if one.file in now.files and one not in touched]
+    third = chosen(mutants, (), now.number % 3, ())
+    # Five is prime to most lengths: consecutive rounds start far from each other.
+    start = (now.number // 3 * 5) % len(third) if third else 0
+    return touched + [one for one in third[start:] + third[:start] if one not in touched]
+
+
+def run_all(
+    mutants: Sequence[Mutant], folder: pathlib.Path, *, jobs: int, minutes: float | None
+) -> Iterator[Outcome]:
+    """Runs mutants, each job in a tree of its own.
+
+    None is started after `minutes`, and one still at work GRACE_S later is given up; a mutant that
+    no such bound cuts short is void when its tests do not end.
+    """
+    started = time.perf_counter()
+    trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    for job in range(min(jobs, len(mutants))):
+        trees.put(Tree(folder / str(job)))
+
+    def run(mutant: Mutant) -> Outcome | None:
+        left = TIMEOUT_S
+        if minutes is not None:
+            left = 60 * minutes - (time.perf_counter() - started) + GRACE_S
+        if left < GRACE_S:
+            return None
+        tree = trees.get()
+        try:
+            return tree.run(mutant, min(left, TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            if left < TIMEOUT_S:
+                return None
+            return Outcome(mutant.name, f"void: no end within {TIMEOUT_S} s", 0, (), TIMEOUT_S)
+        finally:
+            trees.put(tree)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for outcome in pool.map(run, mutants):
+            if outcome is not None:
+                yield outcome
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the chosen mutants and writes their rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="mutants to run; none: all")
     parser.add_argument("--third", type=int, choices=(0, 1, 2), help="every third mutant from N")
     parser.add_argument("--touching", nargs="*", default=(), help="and those of these files")
+    parser.add_argument(
+        "--turn", action="store_true", help="those due in this commit; RESULTS.md stays as it is"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="start no mutant after so many; one minute later give up"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="names only")
     given = parser.parse_args(arguments)
     mutants = table()
-    if given.list:
-        print(*(mutant.name for mutant in mutants), sep="\n")
-        return 0
     picked = chosen(mutants, given.names, given.third, given.touching)
+    if given.turn:
+        now = turn.of(ROOT)
+        picked = due(mutants, now)
+        print(f"turn {now.number}: third {now.number % 3}, touched since {now.base}", flush=True)
+    if given.list:
+        print(*(mutant.name for mutant in picked), sep="\n")
+        return 0
+    if idle := idle_gate_tests(mutants):
+        print("no mutant turns these gate tests red:", *idle, sep="\n    ")
+        return 1
+    return _run_and_report(mutants, picked, given)
+
+
+def _run_and_report(
+    mutants: Sequence[Mutant], picked: Sequence[Mutant], given: argparse.Namespace
+) -> int:
+    started = time.perf_counter()
     originals = {mutant.file: digest((ROOT / mutant.file).read_bytes()) for mutant in picked}
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-        tree = Tree(pathlib.Path(folder).resolve())
-        for mutant in picked:
-            outcomes.append(tree.run(mutant))
-            last = outcomes[-1]
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="mutants") as name:
+        folder = pathlib.Path(name).resolve()
+        for last in run_all(picked, folder, jobs=given.jobs, minutes=given.minutes):
+            outcomes.append(last)
             counted = f"{len(last.red)} of {last.num_run} red, {last.seconds:.0f} s"
             print(f"{last.name}: {last.verdict.replace('; ', '\n    ')} ({counted})", flush=True)
-            write_results(HERE / "RESULTS.md", mutants, outcomes)
+            if not given.turn:
+                write_results(HERE / "RESULTS.md", mutants, outcomes)
     for file, before in originals.items():
         if digest((ROOT / file).read_bytes()) != before:
             print(f"warning: {file} changed while the mutants ran; its rows may be stale")
+    ran = {outcome.name for outcome in outcomes}
+    if left := [mutant.name for mutant in picked if mutant.name not in ran]:
+        print(f"out of time, not run: {', '.join(left)}")
     num_held = sum(outcome.holds for outcome in outcomes)
-    minutes = sum(outcome.seconds for outcome in outcomes) / 60
+    minutes = (time.perf_counter() - started) / 60
     print(f"{num_held} of {len(outcomes)} mutants as expected in {minutes:.1f} minutes")
     return 0 if outcomes and num_held == len(outcomes) else 1
 

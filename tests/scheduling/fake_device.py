@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import deque
 
@@ -56,11 +57,21 @@ def _token_logprobs(context: list[int], token_id: int, num_top: int) -> TokenLog
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a recurrent state holds: every token that went into it, in order."""
+
+    owner: tuple[int, int]
+    """Slot and generation of the row that wrote it."""
+    tokens: tuple[tuple[int, str], ...]
+    """(id, program)."""
+
+
 class FakeDevice:
     """Runs launches in order and hands each result out when it is settled.
 
-    A pool entry is (id, position, program). Until a launch is settled it may write its pages again,
-    as a copy on another queue would, so a page given away too early is corrupted.
+    A pool entry is (id, position, program). Until a launch is settled it may write its pages and
+    states again, as a copy on another queue would, so what is given away too early is corrupted.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -68,7 +79,12 @@ class FakeDevice:
         self.last_tokens = [-1] * config.max_slots
         self.num_tokens = [0] * config.max_slots
         self.history: list[list[int]] = [[] for _ in range(config.max_slots)]
-        self.pools: list[dict[tuple[int, int], tuple[int, int, str]]] = [{} for _ in config.groups]
+        self.paged = [group for group in config.groups if not group.is_recurrent]
+        self.pools: list[dict[tuple[int, int], tuple[int, int, str]]] = [{} for _ in self.paged]
+        recurrent = [group for group in config.groups if group.is_recurrent]
+        self.states: list[dict[int, State]] = [{} for _ in recurrent]
+        self.num_snapshots = 0
+        """Rows that wrote another state than the one they went on from."""
         self.pending: deque[tuple[Schedule, StepResult, list[tuple]]] = deque()
         self.program_of: dict[int, str] = {}
         self.num_device_ids = 0
@@ -107,6 +123,7 @@ class FakeDevice:
                     assert page > 0, "a real row writes the trash page"
                     writes.append((group, page, position % size, (token_id, position, program)))
                     self._store(writes[-1])
+            self._advance_states(schedule, row, start, ids, program)
             context = self._read(schedule, row)
             self.num_tokens[slot] = start + q_len
             if kind & RowKind.SAMPLES:
@@ -150,22 +167,50 @@ class FakeDevice:
         schedule, result, writes = self.pending.popleft()
         for write in writes:
             self._store(write)
+        for pool, state_ids in zip(self.states, schedule.state_ids, strict=True):
+            for row, state_id in enumerate(state_ids[:, 1].tolist()):
+                owner = int(schedule.slots[row]), int(schedule.generations[row])
+                # Its own later launches have gone on from here; anybody else's state is lost.
+                if pool[state_id].owner != owner:
+                    pool[state_id] = State(owner, ())
         return schedule, result
 
     @property
     def page_sizes(self) -> list[int]:
-        return [group.page_size for group in self.config.groups]
+        return [group.page_size for group in self.paged]
 
     def _store(self, write: tuple) -> None:
         group, page, offset, entry = write
         self.pools[group][page, offset] = entry
+
+    def _advance_states(
+        self, schedule: Schedule, row: int, start: int, ids: list[int], program: str
+    ) -> None:
+        """Reads the row's state, which must hold its history, and writes it with `ids` added."""
+        slot = int(schedule.slots[row])
+        for pool, state_ids in zip(self.states, schedule.state_ids, strict=True):
+            first, last = state_ids[row].tolist()
+            assert first > 0 and last > 0, "a real row names the trash state"
+            # A first chunk starts from nothing, whatever the state holds.
+            before = pool[first].tokens if start else ()
+            truth = self.history[slot][:start]
+            assert [token_id for token_id, _ in before] == truth, (
+                f"slot {slot} goes on from state {first}, which holds {before}, truth is {truth}"
+            )
+            after = before + tuple((token_id, program) for token_id in ids)
+            owner = slot, int(schedule.generations[row])
+            pool[last] = State(owner, after)
+            self.num_snapshots += first != last
+            if self.config.deterministic:
+                for position, (_, made_by) in enumerate(after):
+                    self._check_program(schedule, row, position, made_by)
 
     def _read(self, schedule: Schedule, row: int) -> list[int]:
         """The row's context as its pages hold it, which must be its history."""
         slot, length = int(schedule.slots[row]), int(schedule.kv_lens[row])
         truth = self.history[slot][:length]
         oldest = length - int(schedule.q_lens[row])
-        for group, config in enumerate(self.config.groups):
+        for group, config in enumerate(self.paged):
             begin = 0 if config.window is None else max(0, oldest - config.window + 1)
             for position in range(begin, length):
                 page = int(schedule.page_tables[group][row, position // config.page_size])

@@ -15,6 +15,13 @@ PROMPTS = st.integers(0, 2).flatmap(
 )
 
 
+RECURRENT = {
+    "few states": GroupConfig(4, 4, is_recurrent=True),
+    "an interval of its own": GroupConfig(12, 6, is_recurrent=True),
+    "no snapshots": GroupConfig(7, 4, prefix_cacheable=False, is_recurrent=True),
+}
+
+
 class Interleavings(RuleBasedStateMachine):
     """Everything that can happen to the scheduler, in any order, at any depth."""
 
@@ -27,7 +34,9 @@ class Interleavings(RuleBasedStateMachine):
         max_chunk=st.sampled_from([None, 1, 3, 7]),
         token_budget=st.sampled_from([1, 2, 5, 16]),
         num_pages=st.sampled_from([9, 11, 14, 40]),
-        other=st.sampled_from([None, GroupConfig(12, 3), GroupConfig(12, 3, window=4)]),
+        other=st.sampled_from(
+            [None, GroupConfig(12, 3), GroupConfig(12, 3, window=4), *RECURRENT.values()]
+        ),
     )
     def start(self, depth, num_pages, other, **changes):
         groups = (GroupConfig(num_pages, 4), other)

@@ -1,0 +1,421 @@
+"""Paged decode attention on Hopper: a warpgroup per row, kv head and split streams pages by TMA.
+
+Operands are swapped: tokens and head dims lie on the 64-wide side of a product, a kv head's
+queries are its 8 or more columns. So a tile of 64 tokens costs two short products, and one page's
+keys and values, adjacent in the pool, come in one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_TILE = 64
+"""Tokens attended at once: the fixed side of a warpgroup's product."""
+_MIN_BLOCKS = 128
+"""Fewer blocks than this leave multiprocessors idle, so rows are split."""
+_HEAD_DIMS = (64, 128, 256)
+_PAGE_SIZES = (8, 16, 32, 64)
+_MAX_GROUP = 16
+_MAX_QUERIES = 8
+_MASKED = -1e30  # finite: a tile without a visible key must not turn into NaN
+
+_SCORES = plgpu.Layout.WGMMA
+_COLUMNS = _SCORES.reduce(0)
+_SWIZZLED = (  # jax declares a method of both abstract that only its interpreter needs
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+
+Ref = Any  # Pallas has no public type for a reference.
+Partial = tuple[jax.Array, jax.Array, jax.Array]
+# Of the tiles seen so far: weighted values [H, C], highest score [C], and weights [64, C] that are
+# summed over tiles only: the sum over the 64 waits for the end.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything static of one kernel."""
+
+    rows: int
+    queries: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    width: int
+    """Pages of a row of the page table."""
+    scale: float
+    window: int | None
+
+    @property
+    def columns(self) -> int:
+        """Queries of one block, those of all heads of the group; what does not fit is cut."""
+        # The accumulators of more columns would not stay in registers.
+        most = 16 if self.head_dim == 256 else 32
+        return min(_round_up(self.queries * self.group, 8), most)
+
+    @property
+    def cuts(self) -> int:
+        """Blocks that share a row's kv head, each with its columns."""
+        return -(-self.queries * self.group // self.columns)
+
+    @property
+    def stride(self) -> int:
+        """Query rows from one block to the next. Of single queries no row is added between."""
+        return self.group if self.queries == 1 else self.columns
+
+    @property
+    def stages(self) -> int:
+        """Tiles on their way at once; of 128-wide heads two blocks then share a multiprocessor."""
+        return 2 if self.head_dim * self.columns > 2048 else 3
+
+    @property
+    def pages_per_tile(self) -> int:
+        return _TILE // self.page_size
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one split."""
+        return self.rows * self.num_kv_heads * self.cuts
+
+    @property
+    def splits(self) -> int:
+        """Power of two that gives enough blocks; never more than tiles."""
+        tiles = -(-self.width // self.pages_per_tile)
+        # Merging 16 takes a second kernel (3.0 against 1.5 us), which a long row pays back. H200,
+        # 2026-11-29.
+        most = min(16 if tiles >= 128 else 8, tiles)
+        splits = 1
+        while splits * 2 <= most and splits * self.blocks < _MIN_BLOCKS:
+            splits *= 2
+        return splits
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    kernels: str,
+    block_pages: int,
+    block_bytes: int,
+) -> jax.Array:
+    """Attends rows of equal query length to their pages; see `reference.decode`.
+
+    The pool must be finite in every page that the table names. A NaN in a query reaches the output
+    of that query's head alone.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernel covers.
+    """
+    del block_pages, block_bytes  # the kernel gathers nothing
+    _decline(q, pool, kernels)
+    rows, queries, num_heads, head_dim = q.shape
+    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
+    plan = _Plan(
+        rows=rows,
+        queries=queries,
+        num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        width=page_table.shape[1],
+        scale=scale,
+        window=window,
+    )
+    flat = q.reshape(-1, head_dim) if queries == 1 else _grouped(q, plan)
+    if flat.shape[0] < plan.columns:
+        # A copy may start near the array's end and reads zeros past it, but is not taller than it.
+        flat = jnp.pad(flat, ((0, plan.columns - flat.shape[0]), (0, 0)))
+    # XLA hands a slice of a larger array to a kernel as it lies there, and one that does not start
+    # at a multiple of 16 bytes is refused at run time. So small arrays are made anew, once a step:
+    # the layers share them.
+    page_halves = page_table * (2 * num_kv_heads)
+    lengths = jnp.concatenate([kv_lens[:, None], positions], axis=1)
+    out = _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, plan)
+    return out.reshape(q.shape) if queries == 1 else _ungrouped(out, plan)
+
+
+def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:
+    queries, num_heads, head_dim = q.shape[1:]
+    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
+    group = num_heads // num_kv_heads
+    if kernels != "mosaic":
+        raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
+    if q.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"queries are {q.dtype} and pages {pool.dtype}, not bfloat16")
+    if head_dim not in _HEAD_DIMS:
+        raise NotImplementedError(f"head_dim is {head_dim}, not one of {_HEAD_DIMS}")
+    if group > _MAX_GROUP:
+        raise NotImplementedError(f"{group} queries share a kv head, at most {_MAX_GROUP} may")
+    if page_size not in _PAGE_SIZES:
+        raise NotImplementedError(f"page_size is {page_size}, not one of {_PAGE_SIZES}")
+    if queries > _MAX_QUERIES:
+        raise NotImplementedError(f"a row has {queries} queries, at most {_MAX_QUERIES} may be")
+    if pool.size // head_dim >= 2**31:
+        raise NotImplementedError(f"a pool of {pool.shape[0]} pages is past 32-bit row numbers")
+
+
+def _grouped(q: jax.Array, plan: _Plan) -> jax.Array:
+    """[R, Q, N, H] -> a block's columns together, [R * K * cuts * C, H]."""
+    shape = (plan.rows, plan.queries, plan.num_kv_heads, plan.group, plan.head_dim)
+    q = q.reshape(shape).swapaxes(1, 2)
+    q = q.reshape(plan.rows, plan.num_kv_heads, plan.queries * plan.group, plan.head_dim)
+    spare = plan.cuts * plan.columns - plan.queries * plan.group
+    return jnp.pad(q, ((0, 0), (0, 0), (0, spare), (0, 0))).reshape(-1, plan.head_dim)
+
+
+def _ungrouped(out: jax.Array, plan: _Plan) -> jax.Array:
+    """Undoes `_grouped`."""
+    out = out.reshape(plan.rows, plan.num_kv_heads, -1, plan.head_dim)
+    out = out[:, :, : plan.queries * plan.group]
+    out = out.reshape(plan.rows, plan.num_kv_heads, plan.queries, plan.group, plan.head_dim)
+    return out.swapaxes(1, 2).reshape(plan.rows, plan.queries, -1, plan.head_dim)
+
+
+def _attend(
+    q: jax.Array,
+    pool: jax.Array,
+    page_halves: jax.Array,
+    lengths: jax.Array,
+    plan: _Plan,
+) -> jax.Array:
+    """q [blocks * stride, H] against pool [P * K * 2 * page_size, H] -> [blocks * stride, H].
+
+    `lengths` i32[R, 1 + Q]: keys of a row, then the positions of its queries.
+    """
+    columns, head_dim, splits = plan.columns, plan.head_dim, plan.splits
+    is_whole = splits == 1
+    out_rows = plan.blocks * plan.stride
+    out_dtype = jnp.dtype(jnp.bfloat16 if is_whole else jnp.float32)
+    out_types = [jax.ShapeDtypeStruct((splits * out_rows, head_dim), out_dtype)]
+    if not is_whole:
+        out_types.append(jax.ShapeDtypeStruct((splits * plan.blocks, columns), jnp.float32))
+    arrivals = 1 if plan.pages_per_tile == 1 else 2 * plan.pages_per_tile
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=out_types,
+        kernel_name="paged_decode",
+        # The last axis runs fastest: the heads of one row, whose pages lie side by side.
+        grid=(splits, plan.rows, plan.num_kv_heads * plan.cuts),
+        grid_names=("split", "row", "head"),
+        scratch_types=dict(
+            q_raw=plgpu.SMEM((columns, head_dim), jnp.bfloat16),
+            q_tile=plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+            kv_ring=plgpu.SMEM(
+                (plan.stages, 2 * _TILE, head_dim), jnp.bfloat16, transforms=_SWIZZLED
+            ),
+            weights=plgpu.SMEM((columns, _TILE), jnp.bfloat16, transforms=_SWIZZLED),
+            result=plgpu.SMEM((columns, head_dim), out_dtype),
+            q_here=plgpu.Barrier(),
+            kv_here=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=arrivals),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )
+    out = kernel(q, pool, page_halves, lengths)
+    return out[0] if is_whole else _merged(out[0], out[1], plan)
+
+
+def _merged(values: jax.Array, highs: jax.Array, plan: _Plan) -> jax.Array:
+    """Merges the splits: normalised values [S * blocks * stride, H], log2 of weights [.., C]."""
+    values = values.reshape(plan.splits, plan.blocks, plan.stride, plan.head_dim)
+    highs = highs.reshape(plan.splits, plan.blocks, plan.columns)[:, :, : plan.stride]
+    # Unrolled, so that XLA makes one fusion of it.
+    high = functools.reduce(jnp.maximum, [highs[i] for i in range(plan.splits)])
+    shares = [jnp.exp2(highs[i] - high) for i in range(plan.splits)]
+    total = functools.reduce(jnp.add, shares)
+    out = functools.reduce(jnp.add, [values[i] * x[..., None] for i, x in enumerate(shares)])
+    return (out / total[..., None]).reshape(-1, plan.head_dim).astype(jnp.bfloat16)
+
+
+def _kernel(
+    q: Ref,
+    pool: Ref,
+    page_halves: Ref,
+    lengths: Ref,
+    out: Ref,
+    *highs: Ref,
+    q_raw: Ref,
+    q_tile: Ref,
+    kv_ring: Ref,
+    weights: Ref,
+    result: Ref,
+    q_here: Ref,
+    kv_here: Ref,
+    plan: _Plan,
+) -> None:
+    """One block: the tiles `split`, `split + splits`, ... of a row, for one kv head's columns."""
+    split, row, cut_head = (jax.lax.axis_index(name) for name in ("split", "row", "head"))
+    head, cut = _div_rem(cut_head, plan.cuts)
+    block = row * (plan.num_kv_heads * plan.cuts) + cut_head
+    kv_len = lengths[row, 0]
+    query_at = [lengths[row, 1 + i] for i in range(plan.queries)]
+    start = split + _first_tile(query_at, plan)
+    end, _ = _div_rem(kv_len + (_TILE - 1), _TILE)
+    num_tiles, _ = _div_rem(end - start + (plan.splits - 1), plan.splits)
+
+    def tile_at(i: jax.Array | int) -> jax.Array:
+        return start + i * plan.splits
+
+    def pages_of(i: jax.Array | int) -> list[jax.Array]:
+        first = tile_at(i) * plan.pages_per_tile
+        places = [first + page for page in range(plan.pages_per_tile)]
+        return [page_halves[row, jnp.minimum(place, plan.width - 1)] for place in places]
+
+    def fetch(slot: jax.Array | int, pages: list[jax.Array]) -> None:
+        _fetch(pool, kv_ring.at[slot], kv_here.at[slot], pages, head, plan)
+
+    # Pages do not wait for the length: both loads are under way at once.
+    first_pages = [pages_of(stage) for stage in range(plan.stages)]
+    plgpu.copy_gmem_to_smem(q.at[pl.ds(block * plan.stride, plan.columns)], q_raw, q_here)
+    for stage, pages in enumerate(first_pages):
+        pl.when(stage < num_tiles)(functools.partial(fetch, stage, pages))
+    plgpu.barrier_wait(q_here)
+    # A swizzled copy could start at multiples of 8 rows only, a group starts anywhere.
+    q_tile.T[...] = plgpu.load(q_raw.T, layout=_SCORES, optimized=False)
+    plgpu.commit_smem()
+    column_at = _column_positions(query_at, cut, plan)
+
+    def step(i: jax.Array, partial: Partial) -> Partial:
+        slot = jax.lax.rem(i, jnp.int32(plan.stages))
+        next_pages = pages_of(i + plan.stages)  # asked for early, used late
+        plgpu.barrier_wait(kv_here.at[slot])
+        partial = _attend_tile(
+            partial, kv_ring.at[slot], q_tile, weights, tile_at(i) * _TILE, column_at, plan
+        )
+        pl.when(i + plan.stages < num_tiles)(lambda: fetch(slot, next_pages))
+        return partial
+
+    values, high, total = jax.lax.fori_loop(0, num_tiles, step, _nothing(plan))
+    total = total.sum(axis=0)
+    # Only columns that saw no key have a total of 0; a NaN must stay one.
+    divisor = jnp.where(total == 0, 1.0, total)
+    values = values / _per_column(divisor, values)
+    where = split * plan.blocks + block
+    if highs:
+        highs[0][where] = high + jnp.log2(divisor)
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    result.T[...] = values.astype(result.dtype)
+    plgpu.commit_smem()
+    target = out.at[pl.ds(where * plan.stride, plan.stride)]
+    plgpu.copy_smem_to_gmem(result.at[pl.ds(0, plan.stride)], target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _first_tile(query_at: list[jax.Array], plan: _Plan) -> jax.Array | int:
+    """The first tile that the window of some query reaches."""
+    if plan.window is None:
+        return 0
+    lowest = functools.reduce(jnp.minimum, query_at) - (plan.window - 1)
+    return _div_rem(jnp.maximum(lowest, 0), _TILE)[0]
+
+
+def _fetch(
+    pool: Ref, tile: Ref, barrier: Ref, page_halves: list[jax.Array], head: jax.Array, plan: _Plan
+) -> None:
+    """Starts the copies of one tile: keys to its first half, values to its second.
+
+    A page is a keys half and a values half per kv head; `page_halves` are the first ones' numbers.
+    """
+    size = plan.page_size
+    for i, page_half in enumerate(page_halves):
+        start = (page_half + 2 * head) * size
+        if size == _TILE:
+            plgpu.copy_gmem_to_smem(pool.at[pl.ds(start, 2 * size)], tile, barrier)
+            continue
+        for half in range(2):
+            source = pool.at[pl.ds(start + half * size, size)]
+            target = tile.at[pl.ds(half * _TILE + i * size, size)]
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def _column_positions(query_at: list[jax.Array], cut: jax.Array, plan: _Plan) -> jax.Array:
+    """Position of each column's query: a scalar of single queries, else i32[C]."""
+    if plan.queries == 1:
+        return query_at[0]
+    shape = (plan.columns,)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_COLUMNS) + cut * plan.columns
+    column_at = jnp.full(shape, query_at[0], jnp.int32)
+    for i in range(1, plan.queries):
+        column_at = jnp.where(column >= i * plan.group, query_at[i], column_at)
+    return column_at
+
+
+def _nothing(plan: _Plan) -> Partial:
+    columns = plan.columns
+    return (
+        plgpu.layout_cast(jnp.zeros((plan.head_dim, columns), jnp.float32), _SCORES),
+        plgpu.layout_cast(jnp.full((columns,), _MASKED, jnp.float32), _COLUMNS),
+        plgpu.layout_cast(jnp.zeros((_TILE, columns), jnp.float32), _SCORES),
+    )
+
+
+def _attend_tile(
+    partial: Partial,
+    kv: Ref,
+    q_tile: Ref,
+    weights: Ref,
+    start: jax.Array,
+    column_at: jax.Array,
+    plan: _Plan,
+) -> Partial:
+    """Adds the 64 tokens from `start` on; a running softmax in powers of two."""
+    values, high, total = partial
+    scores = _product(kv.at[pl.ds(0, _TILE)], q_tile.T)
+    scores = scores * (plan.scale * math.log2(math.e))
+    key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_SCORES) + start
+    query_at = column_at if plan.queries == 1 else _per_column(column_at, scores)
+    is_visible = key_at <= query_at
+    if plan.window is not None:
+        is_visible = jnp.logical_and(is_visible, key_at > query_at - plan.window)
+    scores = jnp.where(is_visible, scores, -jnp.inf)
+    new_high = jnp.maximum(high, scores.max(axis=0))
+    kept = jnp.exp2(high - new_high)
+    probabilities = jnp.exp2(scores - _per_column(new_high, scores))
+    weights.T[...] = probabilities.astype(weights.dtype)
+    plgpu.commit_smem()
+    added = _product(kv.at[pl.ds(_TILE, _TILE)].T, weights.T)
+    return (
+        values * _per_column(kept, values) + added,
+        new_high,
+        total * _per_column(kept, total) + probabilities,
+    )
+
+
+def _product(left: Ref, right: Ref) -> jax.Array:
+    """[M, X] times [X, C], both in shared memory -> f32 [M, C]."""
+
+    def multiply(out: Ref) -> jax.Array:
+        plgpu.wgmma(out, left, right)
+        return out[...]
+
+    shape = (left.shape[0], right.shape[1])
+    # Public, though listed in a way that type checkers do not see.
+    out = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, out)
+
+
+def _per_column(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x [C] -> [M, C] of `like`."""
+    return jax.lax.broadcast_in_dim(x, like.shape, [1])
+
+
+def _div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient rounded towards zero, and remainder."""
+    return jax.lax.div(x, jnp.int32(divisor)), jax.lax.rem(x, jnp.int32(divisor))
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

@@ -45,7 +45,7 @@ class EngineInfo:
     max_rows: int
     num_programs: int
     stage_seconds: Mapping[str, float]
-    """Seconds of each start-up stage."""
+    """Seconds of each start-up stage; weights are loaded while programs are compiled."""
     plan: str
     """The memory plan, printable."""
     device: str
@@ -123,7 +123,6 @@ class Core:
         # Programs and parameters live as long as the engine: the collector need not visit them.
         gc.collect()
         gc.freeze()
-        stages.finish()
         info = _info(config, run, described, generation, stages.seconds)
         return cls(Scheduler(_scheduler_config(run)), run, info)
 
@@ -276,27 +275,20 @@ class Core:
 
 
 class _StageClock:
-    """Passes progress on and keeps the seconds of each stage."""
+    """Passes progress on and keeps the seconds of each stage; stages may run side by side."""
 
     def __init__(self, report: Callable[[str, float, str], None]) -> None:
         self._report = report
-        self._stage = "open"
-        self._since = time.perf_counter()
+        self._created = time.perf_counter()
+        self._begun: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
 
     def __call__(self, stage: str, fraction: float, detail: str) -> None:
-        if stage != self._stage:
-            self._enter(stage)
-        self._report(stage, fraction, detail)
-
-    def _enter(self, stage: str) -> None:
         now = time.perf_counter()
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
-        self._stage, self._since = stage, now
-
-    def finish(self) -> None:
-        """Closes the last stage."""
-        self._enter("ready")
+        if not self._begun:
+            self.seconds["open"] = now - self._created
+        self.seconds[stage] = now - self._begun.setdefault(stage, now)
+        self._report(stage, fraction, detail)
 
 
 def _scheduler_config(run: Runner) -> SchedulerConfig:

@@ -153,10 +153,14 @@ def compile_programs(
             lowered = traced.lower()
             seconds[f"lower {name}"] = time.perf_counter() - started
             futures[pool.submit(_compile, lowered, shapes.compiler_options)] = name
-        for future in concurrent.futures.as_completed(futures):
-            name = futures[future]
-            done[name], seconds[f"compile {name}"] = future.result()
-            progress("compile", len(done) / len(jobs), str(name))
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                name = futures[future]
+                done[name], seconds[f"compile {name}"] = future.result()
+                progress("compile", len(done) / len(jobs), str(name))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # nobody wants the others any more
+            raise
     return Programs(
         steps={key: done[key] for key in keys},
         jaxprs={key: jaxprs[key] for key in keys},

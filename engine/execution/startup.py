@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -44,7 +45,7 @@ def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -
       config: the engine's settings.
       model: the configured architecture.
       source: an opened checkpoint, or None for dummy weights.
-      progress: told of stages "load", "plan", "compile".
+      progress: told of stages "load", "plan", "compile"; of the first one from another thread.
 
     Raises:
       ValueError: settings that contradict, a checkpoint that does not suit, no room.
@@ -55,11 +56,21 @@ def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -
     use_compilation_cache(config.compilation_cache)
     mesh = sharding.make_mesh([device])
     guard = CompileGuard()
-    params, tables = _load(settings, model, source, mesh, progress)
-    plan = _plan(settings, model, mesh, tables, progress)
-    shapes = _shapes(settings, model, mesh, plan.num_pages)
-    keys = settings.ladder.keys() if settings.lane != "eager" else ()
-    programs = compile_programs(shapes, keys, _install_shape(settings, model), progress)
+    with concurrent.futures.ThreadPoolExecutor(1, "load") as pool:
+        # Programs are compiled from shapes alone, so the weights arrive meanwhile.
+        loading = pool.submit(_load, settings, model, source, mesh, progress)
+
+        def report(stage: str, fraction: float, detail: str) -> None:
+            if loading.done():
+                loading.result()  # weights that cannot be had end the start at once
+            progress(stage, fraction, detail)
+
+        plan = _plan(settings, model, mesh, report)
+        shapes = _shapes(settings, model, mesh, plan.num_pages)
+        keys = settings.ladder.keys() if settings.lane != "eager" else ()
+        programs = compile_programs(shapes, keys, _install_shape(settings, model), report)
+        params, tables = loading.result()
+    plan = dataclasses.replace(plan, host_tables=planning.tree_bytes(tables))
     plan = _checked(plan, programs)
     return Runner(settings, model, params, programs, shapes, plan, guard, tables)
 
@@ -148,9 +159,7 @@ def _install_shape(settings: Settings, model: Model) -> InstallShape:
     )
 
 
-def _plan(
-    settings: Settings, model: Model, mesh: Any, tables: HostTables, progress: Progress
-) -> planning.MemoryPlan:
+def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> planning.MemoryPlan:
     """Plans the pools: what the weights, the state and the temporaries leave, unless given."""
     config, profile = settings.config, settings.profile
     spec = model.cache_spec(settings.page_size, settings.dtype)
@@ -167,7 +176,6 @@ def _plan(
         page_bytes=spec.page_bytes,
         num_pages=config.num_pages or 0,
         host_rows=max(planning.tree_bytes(shapes.host_rows(key)) for key in keys),
-        host_tables=planning.tree_bytes(tables),
     )
     least = settings.max_pages + 2
     if config.num_pages is not None:

@@ -128,7 +128,8 @@ def test_first_token_is_timed_from_the_start_of_the_process(tiny_config, tmp_pat
     start = json.loads(path.read_text())
     order = [start[f"{name}_seconds"] for name in ("imported", "ready", "first_token")]
     assert 0 < order[0] < order[1] <= order[2]
-    assert sum(start["conditions"]["stage_seconds"].values()) <= order[2]
+    stages = start["conditions"]["stage_seconds"]
+    assert 0 < max(stages.values()) <= order[2]  # not their sum: some run side by side
 
 
 def test_a_cold_start_refuses_a_folder_that_holds_programs(tmp_path):

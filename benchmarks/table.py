@@ -23,6 +23,9 @@ _TITLES = {
     "offline": "Offline throughput",
     "startup": "Process start to first token",
     "poison": "Late writes to arrays handed over",
+    "decode_attention": "Decode attention, one layer",
+    "prefill_attention": "Prefill attention, one layer",
+    "qkv": "Norm, rotation and KV write, one layer",
 }
 
 Report = dict[str, Any]
@@ -91,7 +94,15 @@ def filled(text: str, block: str) -> str:
 
 def _table(report: Report) -> str:
     makers = {"offline": _offline_table, "startup": _startup_table, "poison": _poison_table}
-    return makers[report["benchmark"]](report)
+    return makers.get(report["benchmark"], _kernel_table)(report)
+
+
+def _kernel_table(report: Report) -> str:
+    """Times under the names that the benchmark gave them, and how many of its checks hold."""
+    header = [name.replace("_", " ") for name in report["results"][0]]
+    rows = ([str(value) for value in result.values()] for result in report["results"])
+    num_held = sum(check["holds"] for check in report["checks"])
+    return f"{_markdown(header, rows)}\n\n{num_held} of {len(report['checks'])} checks hold."
 
 
 def _offline_table(report: Report) -> str:

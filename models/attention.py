@@ -6,8 +6,57 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention import api
+from kernels.qkv import api as qkv_api
 from models.batch import Batch
-from models.cache import write_kv
+from models.cache import kv_places, write_kv
+from models.layers import Rotation
+
+
+def attend_projected(
+    qkv: jax.Array,
+    turn: Rotation,
+    vectors: jax.Array | None,
+    pool: jax.Array,
+    batch: Batch,
+    page_table: jax.Array,
+    *,
+    scales_at: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attends each new token to its request's pages, from the layer's projection on.
+
+    Args:
+      qkv: [T, K, G + 2, H], per kv head its queries, key and value.
+      turn: of the step's positions.
+      vectors: 1-D, holds the norm's scales among others; None: queries and keys are not normed.
+      pool: as in `attend`, and so are the others.
+      batch: lengths and rows of the step.
+      page_table: i32[R, W] of the layer's group.
+      scales_at: where in `vectors` the scales [G + 1, H] of queries and key begin.
+      eps: of the norm.
+      scale: multiplies the scores.
+      window: positions a query sees, itself included; None: all before it.
+
+    Returns:
+      What `attend` returns.
+    """
+    pages, offsets = kv_places(batch, page_table, pool.shape[3])
+    q, pool, is_bad = qkv_api.prepare(
+        qkv,
+        turn.cos,
+        turn.sin,
+        vectors,
+        pool,
+        pages,
+        offsets,
+        scales_at=scales_at,
+        eps=eps,
+        kernels=batch.tiling.kernels,
+    )
+    out = _attend_pages(q, pool, batch, page_table, scale, window)
+    return out, pool, jnp.logical_and(batch.is_real, is_bad)
 
 
 def attend(
@@ -38,6 +87,18 @@ def attend(
       a key or value was not finite.
     """
     pool, is_bad = write_kv(pool, keys, values, batch, page_table)
+    return _attend_pages(q, pool, batch, page_table, scale, window), pool, is_bad
+
+
+def _attend_pages(
+    q: jax.Array,
+    pool: jax.Array,
+    batch: Batch,
+    page_table: jax.Array,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """q [T, N, H] against pages that hold this step's keys and values -> [T, N, H]."""
     num_tokens, num_heads, head_dim = q.shape
     tiling = batch.tiling
     if batch.is_decode:
@@ -54,7 +115,7 @@ def attend(
             block_bytes=tiling.block_bytes,
             kernels=tiling.kernels,
         )
-        return out.reshape(num_tokens, num_heads, head_dim), pool, is_bad
+        return out.reshape(num_tokens, num_heads, head_dim)
     out = api.prefill(
         q,
         pool,
@@ -72,8 +133,7 @@ def attend(
         max_chunk_rows=batch.max_chunk_rows,
         kernels=tiling.kernels,
     )
-    out = _add_decode_rows(out, q, pool, batch, page_table, scale, window)
-    return out, pool, is_bad
+    return _add_decode_rows(out, q, pool, batch, page_table, scale, window)
 
 
 def _add_decode_rows(

@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kernels.qkv import reference
 from models.batch import Batch
 
 TRASH_PAGE = 0
@@ -154,15 +155,15 @@ def write_kv(
     Returns:
       The pool and bool[T], True where a token's key or value was not finite.
     """
-    page_size = pool.shape[3]
-    both = jnp.stack([keys, values], axis=2)  # [T, K, 2, H]
-    is_finite = jnp.isfinite(both)
-    is_bad = jnp.logical_and(batch.is_real, jnp.logical_not(is_finite.all(axis=(1, 2, 3))))
-    both = jnp.where(is_finite, both, jnp.zeros_like(both)).astype(pool.dtype)
+    pages, offsets = kv_places(batch, page_table, pool.shape[3])
+    pool, is_bad = reference.store(pool, keys, values, pages, offsets)
+    return pool, jnp.logical_and(batch.is_real, is_bad)
+
+
+def kv_places(batch: Batch, page_table: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Where a step's keys and values go: i32[T] pages, that of padding is trash, and offsets."""
     pages = page_table[batch.rows, batch.positions // page_size]
-    pages = jnp.where(batch.is_real, pages, TRASH_PAGE)
-    pool = pool.at[pages, :, :, batch.positions % page_size, :].set(both, mode="promise_in_bounds")
-    return pool, is_bad
+    return jnp.where(batch.is_real, pages, TRASH_PAGE), batch.positions % page_size
 
 
 def read_states(pool: jax.Array, batch: Batch, state_ids: jax.Array) -> jax.Array:

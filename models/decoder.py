@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.qkv.reference import turned
 from models import layers
-from models.attention import attend
+from models.attention import attend, attend_projected
 from models.batch import Batch
 from models.cache import Cache, CacheGroup, CacheSpec
 from models.checkpoint import Leaf, Part
@@ -480,22 +481,21 @@ def _attention(
     qkv = layers.linear(x, weights["qkv"])  # [T, K, G + 2, H]
     if "qkv_bias" in vectors:
         qkv = qkv + vectors["qkv_bias"][None]
-    qk, values = qkv[:, :, :-1], qkv[:, :, -1]
-    if config.qk_norm:
-        qk = layers.rms_norm(qk, vectors["qk_norm"], config.rms_norm_eps)
-    # Queries and keys turn together: one kernel instead of two.
-    qk = layers.rotate(qk, turn)
-    q = qk[:, :, :-1].reshape(num_tokens, config.num_heads, config.head_dim)
-    out, pool, is_bad = attend(
-        tap("q", q),
-        tap("k", qk[:, :, -1]),
-        tap("v", values),
-        pool,
-        batch,
-        batch.page_tables[0],
-        scale=config.head_dim**-0.5,
-        window=config.sliding_window,
-    )
+    table, eps = batch.page_tables[0], config.rms_norm_eps
+    look = {"scale": config.head_dim**-0.5, "window": config.sliding_window}
+    if tap is identity:
+        # A kernel reads the scales where they lie: a slice of its own would cost another kernel.
+        scales_at, _ = vector_layout(config).get("qk_norm", (0, ()))
+        flat = weights["vectors"] if config.qk_norm else None
+        out, pool, is_bad = attend_projected(
+            qkv, turn, flat, pool, batch, table, scales_at=scales_at, eps=eps, **look
+        )
+    else:
+        # What a tap sees or changes lies between the steps of the operation above.
+        q, keys, values = turned(qkv, turn.cos, turn.sin, vectors.get("qk_norm"), eps)
+        out, pool, is_bad = attend(
+            tap("q", q), tap("k", keys), tap("v", values), pool, batch, table, **look
+        )
     out = layers.linear(out.reshape(num_tokens, -1), weights["o"])
     if "o_bias" in vectors:
         out = out + vectors["o_bias"][None]

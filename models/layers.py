@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.qkv import reference
+
 Tap = Callable[[str, jax.Array], jax.Array]
 """Static observer `tap(name, x) -> x`: identity when serving, records or patches in a study."""
 
@@ -74,19 +76,8 @@ def linear(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) 
     return weight.product(x, jnp.dtype(out_dtype or x.dtype))
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Normalises the last dimension in float32, rounds to x's dtype, then scales.
-
-    Args:
-      x: [..., D].
-      scale: [..., D] in x's dtype, matching x's last dimensions.
-      eps: added to the mean square inside the root.
-    """
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
-    return (wide * inverse).astype(x.dtype) * jnp.expand_dims(
-        scale, tuple(range(x.ndim - scale.ndim))
-    )
+rms_norm = reference.rms_norm
+"""The norm of every family, that of queries and keys included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +130,7 @@ def rotation(rope: RopeConfig, positions: jax.Array) -> Rotation:
 
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
     """Rotates [T, ..., H]: dimension h pairs with h + H / 2."""
-    shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (x.shape[-1] // 2,)
-    cos, sin = turn.cos.reshape(shape), turn.sin.reshape(shape)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    return reference.rotate(x, turn.cos, turn.sin)
 
 
 def embed(table: Rows, token_ids: jax.Array) -> jax.Array:

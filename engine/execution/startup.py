@@ -35,7 +35,7 @@ from models.gguf import config_from_gguf
 from models.registry import HostTables, Model
 
 PROBE_LAYERS = 4
-"""Layers of the programs that only tell how much temporary memory the real ones will take."""
+"""Layers of the program that only tells how much temporary memory the real ones will take."""
 
 
 def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -> Runner:
@@ -189,7 +189,7 @@ def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> pl
     if profile.pool_bytes is not None:
         most = max(least, min(most, profile.pool_bytes // spec.page_bytes))
     else:
-        progress("plan", 0.0, "largest programs")
+        progress("plan", 0.0, "largest program")
         plan = dataclasses.replace(plan, temporaries=_probe_temporaries(settings, model, mesh))
     plan = dataclasses.replace(
         plan, num_pages=planning.num_pages_that_fit(plan, least=least, most=most)
@@ -199,20 +199,19 @@ def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> pl
 
 
 def _probe_temporaries(settings: Settings, model: Model, mesh: Any) -> int:
-    """Temporaries of the largest programs, compiled for the model's first layers and tiny pools.
+    """Temporaries of the largest program, compiled for the model's first layers and tiny pools.
 
-    Layers use the same memory one after another: Qwen3-8B at 256 rows needs 551, 580, 638 and
-    638 MiB with 2, 4, 8 and 16 layers (compiled for an H200). What is missed, the slack holds, and
-    the programs that will run are checked against this figure.
+    The last program of a ladder scores prompts, with the full sampler, the most rows and the most
+    tokens: it holds every part of the others. Layers use the same memory one after another:
+    Qwen3-8B at 256 rows needs 551, 580, 638 and 638 MiB with 2, 4, 8 and 16 layers (compiled for
+    an H200). What is missed, the slack holds, and the programs that will run are checked against
+    this figure.
     """
     shallow = model.first_layers(PROBE_LAYERS)
     shapes = _shapes(settings, shallow, mesh, num_pages=2, num_states=3)
     shapes = dataclasses.replace(shapes, compiler_options=settings.profile.probe_options)
-    keys = settings.ladder.keys()
-    largest = {(key.is_decode, key.head): key for key in keys if key.sampler == "full"}
-    programs = compile_programs(
-        shapes, tuple(largest.values()), _install_shape(settings, model), lambda *_: None
-    )
+    largest = settings.ladder.keys()[-1:]
+    programs = compile_programs(shapes, largest, _install_shape(settings, model), lambda *_: None)
     return planning.temporaries_of(programs.steps.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernels.attention import decode as mosaic_decode
+from kernels.attention import prefill as mosaic_prefill
 from kernels.attention import reference
 from kernels.dispatch import Dispatch
 
@@ -11,5 +12,7 @@ decode = Dispatch(
 )
 """Rows of a fixed query length. See `reference.decode` for the contract."""
 
-prefill = Dispatch("attention.prefill", [("reference", reference.prefill)])
+prefill = Dispatch(
+    "attention.prefill", [("mosaic", mosaic_prefill.prefill), ("reference", reference.prefill)]
+)
 """Chunks of any length. See `reference.prefill` for the contract."""

@@ -98,6 +98,18 @@ def test_every_table_stands_with_its_conditions_and_the_peer_with_its_own():
     assert "| 4,096 | 1 of 20 | 0 of 20 |" in page
 
 
+def test_a_kernels_figures_keep_their_names_and_its_checks_are_counted():
+    report = {
+        "benchmark": "decode_attention",
+        "conditions": POISON["conditions"],
+        "results": [{"shape": "64x1024", "tb_per_second": 4.058}],
+        "checks": [{"check": "one", "holds": True}, {"check": "two", "holds": False}],
+    }
+    lines = table.page({"run": report}).splitlines()
+    assert "| shape | tb per second |" in lines and "| 64x1024 | 4.058 |" in lines
+    assert "1 of 2 checks hold." in lines
+
+
 def test_a_result_without_bound_and_peer_has_dashes_and_no_chart():
     bare = OFFLINE | {"results": [result("2x8+4", 50.0, 150.0)]}
     assert "| 2 x 8+4 | 50 | – | – | – | 4.50 | – | 0.70 |" in table.page({"run": bare})

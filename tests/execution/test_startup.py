@@ -48,11 +48,11 @@ def test_probes_stand_for_a_deeper_model(monkeypatch, probed):
     try:
         (probe_layers, probe_keys), (final_layers, final_keys) = probed
         assert (probe_layers, final_layers) == (startup.PROBE_LAYERS, 5)
-        # One program of each kind and head, with the sampler that needs most.
-        assert [key.sampler for key in probe_keys] == ["full"] * 3
-        assert {(key.is_decode, key.head) for key in probe_keys} == {
-            (key.is_decode, key.head) for key in final_keys
-        }
+        # One program, with every part that another one has.
+        (probe,) = probe_keys
+        assert (probe.head, probe.sampler) == ("score", "full")
+        assert probe.tokens == max(key.tokens for key in final_keys)
+        assert probe.rows == max(key.rows for key in final_keys)
         assert runner.plan.temporaries >= plan.temporaries_of(runner.programs.steps.values()) > 0
         assert runner.plan.total <= runner.plan.limit
         # One page per slot and position at most: the toy fits whole.

@@ -1,6 +1,6 @@
-"""Assembles decode attention for Hopper and prints what ptxas says of it, as JSON.
+"""Assembles an op's kernels for Hopper and prints what ptxas says of them, as JSON.
 
-    python -m tests.kernels.assembled PLUGIN.so FOLDER
+    python -m tests.kernels.assembled decode|prefill|qkv PLUGIN.so FOLDER
 
 Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
@@ -13,15 +13,16 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from tests.kernels import prefill_cases, qkv_cases
 from tests.kernels.decode_cases import Case
 
 FEW, MANY = (512,) * 3, (512,) * 130
-CASES = (
+DECODE = (
     Case(MANY),
     Case(FEW),
     Case(MANY, head_dim=64, group=7, page_size=16),
@@ -31,6 +32,31 @@ CASES = (
     Case(MANY, queries=8, group=16),
     Case(FEW, queries=8, group=6, head_dim=256, page_size=16),
 )
+CHUNKS = ((300, 700), (100, 0))
+PREFILL = (
+    prefill_cases.Case(CHUNKS),
+    prefill_cases.Case(CHUNKS, group=3),
+    prefill_cases.Case(CHUNKS, group=8, page_size=16, window=100),
+    prefill_cases.Case(CHUNKS, group=5, page_size=16),
+    prefill_cases.Case(CHUNKS, head_dim=64, group=7, page_size=16),
+    prefill_cases.Case(CHUNKS, head_dim=256, group=16),
+    prefill_cases.Case(CHUNKS, head_dim=256, group=1, page_size=16),
+    prefill_cases.Case(CHUNKS, head_dim=256, group=2, page_size=16, window=100),
+)
+QKV = (
+    qkv_cases.Case(256, num_kv_heads=8),
+    qkv_cases.Case(1, num_kv_heads=8),
+    qkv_cases.Case(2048, num_kv_heads=8, has_norm=False),
+    qkv_cases.Case(64, head_dim=64, group=7, page_size=16),
+    qkv_cases.Case(64, head_dim=256, group=16, page_size=8),
+    qkv_cases.Case(7, group=1),
+)
+OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
+    "decode": (DECODE, lambda case: case.decode("mosaic")),
+    "prefill": (PREFILL, lambda case: case.prefill("mosaic")),
+    "qkv": (QKV, lambda case: case.prepare("mosaic")),
+}
+"""Cases of each op, and the call that one stands for."""
 
 
 def modules(op: Any) -> Iterator[bytes]:
@@ -46,9 +72,14 @@ def modules(op: Any) -> Iterator[bytes]:
                 yield from modules(inner)
 
 
-def assemble(case: Case, compile_module: Any, folder: pathlib.Path) -> dict[str, int | bool]:
+def assemble(
+    call: Callable[..., Any],
+    structs: tuple[Any, ...],
+    compile_module: Any,
+    folder: pathlib.Path,
+) -> dict[str, int | bool]:
     """Registers of a thread, bytes spilled and bytes of shared memory."""
-    lowered = jax.jit(case.decode("mosaic")).trace(*case.structs)
+    lowered = jax.jit(call).trace(*structs)
     lowered = lowered.lower(lowering_platforms=("cuda",))
     (module,) = modules(lowered.compiler_ir())
     is_whole = bool(compile_module(module, len(module)))
@@ -67,15 +98,18 @@ def assemble(case: Case, compile_module: Any, folder: pathlib.Path) -> dict[str,
     }
 
 
-def main(plugin: str, folder: str) -> None:
-    """Assembles every case."""
+def main(op: str, plugin: str, folder: str) -> None:
+    """Assembles every case of an op."""
     for kind in ("PTX", "PTXAS", "RESOURCES"):
         os.environ[f"MOSAIC_GPU_DUMP_{kind}"] = "1"
     os.environ["MOSAIC_GPU_DUMP_TO"] = folder
     compile_module = ctypes.CDLL(plugin).MosaicGpuCompile
     compile_module.argtypes = [ctypes.c_char_p, ctypes.c_int]
     compile_module.restype = ctypes.c_void_p
-    print(json.dumps([assemble(case, compile_module, pathlib.Path(folder)) for case in CASES]))
+    cases, call_of = OPS[op]
+    dumps = pathlib.Path(folder)
+    reports = [assemble(call_of(case), case.structs, compile_module, dumps) for case in cases]
+    print(json.dumps(reports))
 
 
 if __name__ == "__main__":

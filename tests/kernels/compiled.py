@@ -1,8 +1,9 @@
-"""Compiles decode forwards of two and three layers for an H200 and prints their kernels, as JSON.
+"""Compiles forwards of two and three layers for an H200 and prints their kernels, as JSON.
 
-    python -m tests.kernels.compiled ROWS plain|mosaic
+    python -m tests.kernels.compiled ROWS plain|mosaic [TOKENS]
 
-Needs no GPU. Kernels of a layer are those that the third one adds.
+More tokens than rows: the program is a mixed one. Needs no GPU. Kernels of a layer are those that
+the third one adds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -27,12 +29,51 @@ from models.cache import open_cache
 HERE = pathlib.Path(__file__).parent
 CONFIG = HERE.parents[1] / "benchmarks" / "configs" / "qwen3_8b.json"
 PAGES, WIDTH, PAGE_SIZE = 2000, 16, 64
+MAX_CHUNK_ROWS = 16
 _NO_KERNEL = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant"}
 _OPERATION = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = (?:\(.*?\)|\S+) ([\w\-]+)\(")
 
 
-def compiled(num_layers: int, rows: int, kernels: str) -> str:
-    """Optimised HLO of a forward whose batch is a slice of one packed array, as an engine's is."""
+def decode_batch(flat: jax.Array, rows: int, tiling: Tiling) -> tuple[jax.Array, Batch]:
+    """Token ids and the batch in one packed array."""
+    token_ids, lens, _, table = jnp.split(flat, (rows, 2 * rows, 2 * rows + 1))
+    return token_ids, Batch(
+        positions=jnp.maximum(lens - 1, 0),
+        rows=jnp.arange(rows, dtype=jnp.int32),
+        is_real=lens > 0,
+        kv_lens=lens,
+        cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
+        num_decode=jnp.int32(rows),
+        page_tables=(table.reshape(rows, WIDTH),),
+        is_decode=True,
+        max_chunk_rows=0,
+        tiling=tiling,
+    )
+
+
+def mixed_batch(flat: jax.Array, rows: int, tokens: int, tiling: Tiling) -> tuple[jax.Array, Batch]:
+    """The same of decode rows and chunks."""
+    sizes = (tokens, rows, rows, 1)
+    token_ids, lens, q_lens, num_decode, table = jnp.split(flat, np.cumsum(sizes))
+    ends = jnp.cumsum(q_lens, dtype=jnp.int32)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), rows - 1)
+    return token_ids, Batch(
+        positions=jnp.maximum(token + (lens - ends)[row], 0),
+        rows=row,
+        is_real=token < ends[-1],
+        kv_lens=lens,
+        cu_q_lens=jnp.concatenate([jnp.zeros((1,), jnp.int32), ends]),
+        num_decode=num_decode[0],
+        page_tables=(table.reshape(rows, WIDTH),),
+        is_decode=False,
+        max_chunk_rows=MAX_CHUNK_ROWS,
+        tiling=tiling,
+    )
+
+
+def compiled(num_layers: int, rows: int, kernels: str, tokens: int) -> jax.stages.Compiled:
+    """A forward whose batch is a slice of one packed array, as an engine's is."""
     config = json.loads(CONFIG.read_text(encoding="utf-8")) | {"num_hidden_layers": num_layers}
     model = registry.of_config(config)
     jax.devices()  # the plugins register
@@ -56,30 +97,22 @@ def compiled(num_layers: int, rows: int, kernels: str) -> str:
     tiling = Tiling(block_pages=128, tile_tokens=64, tiles_at_once=1024, kernels=kernels)
 
     def forward(params, pools, flat):
-        token_ids, lens, _, table = jnp.split(flat, (rows, 2 * rows, 2 * rows + 1))
-        batch = Batch(
-            positions=jnp.maximum(lens - 1, 0),
-            rows=jnp.arange(rows, dtype=jnp.int32),
-            is_real=lens > 0,
-            kv_lens=lens,
-            cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
-            num_decode=jnp.int32(rows),
-            page_tables=(table.reshape(rows, WIDTH),),
-            is_decode=True,
-            max_chunk_rows=0,
-            tiling=tiling,
-        )
-        hidden, cache = model.forward(params, open_cache(pools, rows), token_ids, batch)
+        if tokens == rows:
+            token_ids, batch = decode_batch(flat, rows, tiling)
+        else:
+            token_ids, batch = mixed_batch(flat, rows, tokens, tiling)
+        hidden, cache = model.forward(params, open_cache(pools, tokens), token_ids, batch)
         return hidden, cache.pools, cache.is_nonfinite
 
+    num_entries = tokens + rows + 1 + rows * WIDTH + (rows if tokens > rows else 0)
     arguments = (
         traverse_util.unflatten_dict(leaves, sep="."),
         pools,
-        struct((2 * rows + 1 + rows * WIDTH,), "int32"),
+        struct((num_entries,), "int32"),
     )
     traced = jax.jit(forward, donate_argnums=1, out_shardings=device).trace(*arguments)
     lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def operations(text: str) -> Iterator[str]:
@@ -91,12 +124,28 @@ def operations(text: str) -> Iterator[str]:
             yield next(filter(None, detail.groups())) if detail else found[1]
 
 
-def main(rows: str, kernels: str) -> None:
+def pool_facts(text: str) -> dict[str, int]:
+    """How many calls hand a pool back where they got it, and what else makes an array of its size.
+
+    The alias of a call's output names its first operand, the pool.
+    """
+    pool = rf"bf16\[{PAGES},[\d,]+\]\S*"
+    call = rf'= \([^=]*{pool}\) custom-call\(.*"mosaic_gpu_v2".*output_to_operand_aliasing=.*: \(0,'
+    return {
+        "pools updated": len(re.findall(call, text)),
+        "pools made": len(re.findall(rf"= {pool} (?!parameter|get-tuple-element|bitcast)", text)),
+    }
+
+
+def main(rows: str, kernels: str, tokens: str | None = None) -> None:
     """Compiles both programs."""
-    two, three = (compiled(layers, int(rows), kernels) for layers in (2, 3))
+    programs = [compiled(n, int(rows), kernels, int(tokens or rows)) for n in (2, 3)]
+    two, three = (program.as_text() or "" for program in programs)
     counts = [collections.Counter(operations(text)) for text in (two, three)]
+    temporary = programs[1].memory_analysis().temp_size_in_bytes
     calls = three.count('custom_call_target="mosaic_gpu_v2"')
-    print(json.dumps({"all": counts[1], "layer": counts[1] - counts[0], "calls": calls}))
+    found = {"all": counts[1], "layer": counts[1] - counts[0], "calls": calls}
+    print(json.dumps(found | pool_facts(three) | {"temporary bytes": temporary}))
 
 
 if __name__ == "__main__":

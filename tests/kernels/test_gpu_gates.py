@@ -1,17 +1,20 @@
-"""What the GPU's own compilers make of decode attention: registers, memory, kernels of a layer.
+"""What the GPU's own compilers make of the kernels: registers, memory, kernels of a layer.
 
 Needs `requirements/install gpu-gates` and no GPU.
 """
 
+import math
+
 import pytest
 
-from tests.kernels import assembled
+from tests.kernels import assembled, compiled
 
 # Of one multiprocessor, 1 KB for each block aside. NVIDIA H200.
 REGISTERS = 65536
 SHARED_BYTES = 233472
 BLOCK_BYTES = 1024
 THREADS = 128
+POOL_BYTES = math.prod((compiled.PAGES, 8, 2, compiled.PAGE_SIZE, 128)) * 2
 
 
 def blocks_at_once(case) -> int:
@@ -21,14 +24,23 @@ def blocks_at_once(case) -> int:
 
 @pytest.fixture(scope="module")
 def reports(gpu_compilers, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mosaic")
-    found = gpu_compilers.run("assembled", str(gpu_compilers.plugin), str(folder))
-    return dict(zip(map(str, assembled.CASES), found, strict=True))
+    """What is said of each op's cases, by their names."""
+
+    def of(op):
+        folder = tmp_path_factory.mktemp("mosaic")
+        found = gpu_compilers.run("assembled", op, str(gpu_compilers.plugin), str(folder))
+        return dict(zip(map(str, assembled.OPS[op][0]), found, strict=True))
+
+    return {op: of(op) for op in assembled.OPS}
 
 
-@pytest.mark.parametrize("case", assembled.CASES, ids=str)
-def test_kernel_assembles_without_spills(reports, case):
-    report = reports[str(case)]
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [(op, case) for op, (cases, _) in assembled.OPS.items() for case in cases],
+    ids=str,
+)
+def test_kernel_assembles_without_spills(reports, op, case):
+    report = reports[op][str(case)]
     print(report)
     assert report["is_compiled"]
     assert report["spilled"] == report["stack"] == 0
@@ -37,13 +49,18 @@ def test_kernel_assembles_without_spills(reports, case):
     assert blocks_at_once(report) >= 1
 
 
-def test_served_shape_shares_a_multiprocessor_between_two_blocks(reports):
-    report = reports[str(assembled.CASES[0])]
+def test_served_decode_shares_a_multiprocessor_between_two_blocks(reports):
+    report = reports["decode"][str(assembled.DECODE[0])]
     assert blocks_at_once(report) == 2
     assert report["registers"] <= 64
 
 
-@pytest.fixture(scope="module", params=[256, 8])
+def test_served_qkv_shares_a_multiprocessor_between_enough_blocks(reports):
+    """A block waits for its one copy, so the copies of others must be under way."""
+    assert blocks_at_once(reports["qkv"][str(assembled.QKV[0])]) >= 4
+
+
+@pytest.fixture(scope="module", params=[256, 8, 1])
 def layer(request, gpu_compilers):
     """Rows of a decode step, and what is compiled for it."""
     return request.param, gpu_compilers.run("compiled", str(request.param), "mosaic")
@@ -52,11 +69,41 @@ def layer(request, gpu_compilers):
 def test_decode_layer_is_so_few_kernels(layer):
     rows, found = layer
     print(found)
-    assert found["layer"]["mosaic_gpu_v2"] == 1
-    assert sum(found["layer"].values()) <= {256: 13, 8: 15}[rows]
+    assert found["layer"]["mosaic_gpu_v2"] == 2
+    assert sum(found["layer"].values()) <= {256: 11, 8: 13, 1: 15}[rows]
 
 
 def test_kernel_is_given_arrays_of_its_own(layer):
     """A slice would be handed over where it lies, and the kernel refuses what is not aligned."""
     _, found = layer
-    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 3
+    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 6
+
+
+def test_pools_are_updated_in_place(layer):
+    _, found = layer
+    assert found["pools updated"] == 3
+    assert found["pools made"] == 0
+    assert found["temporary bytes"] < POOL_BYTES / 10
+
+
+# --- a mixed step ---
+
+
+@pytest.fixture(scope="module")
+def mixed_layer(gpu_compilers):
+    """What is compiled for decode rows and chunks together."""
+    return gpu_compilers.run("compiled", "256", "mosaic", "2048")
+
+
+def test_mixed_layer_is_so_few_kernels(mixed_layer):
+    print(mixed_layer)
+    # Decode attention reads a slice of the queries, and XLA calls that a fusion.
+    assert mixed_layer["layer"]["mosaic_gpu_v2"] == 2
+    assert mixed_layer["calls"] == 9
+    assert "conditional" not in mixed_layer["layer"]
+    assert sum(mixed_layer["layer"].values()) <= 11
+
+
+def test_mixed_step_updates_pools_in_place(mixed_layer):
+    assert mixed_layer["pools updated"] == 3
+    assert mixed_layer["pools made"] == 0

@@ -1,0 +1,724 @@
+"""Paged prefill attention on Hopper: two warpgroups attend 64 queries each, a third streams pages.
+
+A tile is a run of tokens of one chunk, for one kv head. A warpgroup takes 64 of its tokens for one
+query head of the group; of an even group both take the same tokens and different heads, so that
+both see the same keys. While one warpgroup exponentiates, the other multiplies. As many blocks as
+run at once share out the tiles, so that pages of a next one arrive while the last is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_ROWS = 64
+"""Queries of a warpgroup: the fixed side of its product."""
+_CONSUMERS = 2
+_SLAB = 8
+"""A swizzled copy starts at multiples of it; a tile therefore does too, before its row's token."""
+_PANEL = 64
+"""Head dims of one copy of a tile that is not written whole."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200: on a device with fewer, some blocks wait for others to end."""
+_HEAD_DIMS = (64, 128, 256)
+_PAGE_SIZES = (16, 32, 64)
+_MAX_GROUP = 16
+_MASKED = -1e30  # finite: a block without a visible key must not turn into NaN
+_WEIGHTS_IN_REGISTERS = True
+"""False only where the kernel is interpreted, which knows no product of registers."""
+
+_SCORES = plgpu.Layout.WGMMA
+_PER_ROW = _SCORES.reduce(1)
+_SWIZZLED = (  # jax declares a method of both abstract that only its interpreter needs
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+
+Ref = Any  # Pallas has no public type for a reference.
+Partial = tuple[jax.Array, jax.Array, jax.Array]
+# Of the blocks seen so far: weighted values [64, H], highest score [64], sum of weights [64].
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything static of one kernel."""
+
+    num_tokens: int
+    rows: int
+    max_chunk_rows: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    width: int
+    """Pages of a row of the page table."""
+    scale: float
+    window: int | None
+
+    @property
+    def heads_at_once(self) -> int:
+        """Query heads of one unit: its warpgroups take a head each, or else half of the tokens."""
+        return _CONSUMERS if self.group % _CONSUMERS == 0 and not self.is_wide else 1
+
+    @property
+    def tile_tokens(self) -> int:
+        return _ROWS * _CONSUMERS // self.heads_at_once
+
+    @property
+    def cuts(self) -> int:
+        """Units that share a tile's kv head, each with its query heads."""
+        return self.group // self.heads_at_once
+
+    @property
+    def units_per_tile(self) -> int:
+        return self.num_kv_heads * self.cuts
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of threads: no more than run at once, for each goes on to a next unit."""
+        return min(_MULTIPROCESSORS, self.num_tiles * self.units_per_tile)
+
+    @property
+    def num_tiles(self) -> int:
+        """Most tiles that T tokens can be cut into; those of no chunk count as two more rows."""
+        rows = min(self.max_chunk_rows, self.rows) + 2
+        most = self.num_tokens + rows * (self.tile_tokens - 1 + _SLAB - 1)
+        return most // self.tile_tokens
+
+    @property
+    def keys_at_once(self) -> int:
+        """Keys attended at once. Scores of more would not stay in registers beside the values."""
+        return 64 if self.is_wide else 128
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether values fill so many registers that a thread does nothing in two ways.
+
+        Then every step is masked and every output written row by row.
+        """
+        return self.head_dim == 256
+
+    @property
+    def masks_every_step(self) -> bool:
+        return self.window is not None or self.is_wide
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that fetches: three warpgroups share 65536."""
+        return (240, 24) if self.is_wide and self.page_size == 64 else (232, 40)
+
+    @property
+    def pages_at_once(self) -> int:
+        return self.keys_at_once // self.page_size
+
+    @property
+    def stages(self) -> int:
+        """Blocks of keys, and of values, on their way at once: 128 KB."""
+        return 4 if self.head_dim == 64 else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """One entry of the work list, in the order of its columns."""
+
+    row: jax.Array
+    slab: jax.Array
+    """Flat index of the tile's first token, in eights."""
+    begin: jax.Array
+    """The first of the tile's tokens that belongs to the row; those before are a neighbour's."""
+    end: jax.Array
+    """Past the last one."""
+    position: jax.Array
+    """Of the tile's first token, were it the row's: it may be negative."""
+    num_keys: jax.Array
+    """Keys that its last token sees, from the row's first; 0: the output is zero."""
+
+
+_COLUMNS = len(dataclasses.fields(_Tile))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """Units that one block works on, one after the other."""
+
+    block: jax.Array
+    count: jax.Array
+    num_blocks: int
+
+    def unit_at(self, i: jax.Array) -> jax.Array:
+        """Forth and back, since units come longest first."""
+        _, is_back = _div_rem(i, 2)
+        place = jnp.where(is_back == 1, self.num_blocks - 1 - self.block, self.block)
+        return i * self.num_blocks + place
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """A tile for one kv head's `heads_at_once` query heads, and the blocks of keys it sees."""
+
+    tile: _Tile
+    head: jax.Array
+    """The kv head."""
+    query_head: jax.Array
+    """The first one."""
+    first: jax.Array | int
+    num_full: jax.Array | int
+    """Leading blocks that every query sees whole."""
+    num_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Shared memory and barriers of one block."""
+
+    q_tile: Ref
+    """[2, 64, H]."""
+    keys: Ref
+    """[stages, keys_at_once, H]."""
+    values: Ref
+    ragged: Ref
+    """[2, 64, 64], columns of a result on their way out: not swizzled, so that any row may go."""
+    q_here: Ref
+    q_free: Ref
+    keys_here: Ref
+    values_here: Ref
+    keys_free: Ref
+    values_free: Ref
+    turn: Ref
+    """Which of the two warpgroups multiplies."""
+    whole: Ref | None = None
+    """[2, 64, H], a result of which every row goes out."""
+    weights: Ref | None = None
+    """[2, 64, keys_at_once], where weights do not stay in registers."""
+
+
+def prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decode: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    kernels: str,
+    block_pages: int,
+    block_bytes: int,
+    tile_tokens: int,
+    tiles_at_once: int,
+    max_chunk_rows: int,
+) -> jax.Array:
+    """Attends the chunks of a flat token batch to their pages; see `reference.prefill`.
+
+    Positions of a chunk's tokens follow one another. The pool must be finite in every page that the
+    table names. A NaN in a query reaches the output of that token's head alone.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernel covers.
+    """
+    del block_pages, block_bytes, tile_tokens, tiles_at_once  # of the plain form
+    _decline(q, pool, kernels)
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
+    # A copy may start near the array's end and reads zeros past it, but is not taller than it.
+    padded = max(_round_up(num_tokens, _SLAB), _ROWS)
+    plan = _Plan(
+        num_tokens=padded,
+        rows=kv_lens.shape[0],
+        max_chunk_rows=max_chunk_rows,
+        num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        width=page_table.shape[1],
+        scale=scale,
+        window=window,
+    )
+    if padded > num_tokens:
+        q = jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
+    work = _work_list(positions, kv_lens, cu_q_lens, num_decode, plan)
+    # A slice of a larger array is refused where it starts at no multiple of 16 bytes; the product
+    # is an array of its own, made once a step and shared by the layers.
+    page_halves = page_table * (2 * num_kv_heads)
+    out = _attend(q, pool.reshape(-1, head_dim), page_halves, work, plan)
+    return out[:num_tokens]
+
+
+def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
+    group = num_heads // num_kv_heads
+    if kernels != "mosaic":
+        raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
+    if q.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"queries are {q.dtype} and pages {pool.dtype}, not bfloat16")
+    if head_dim not in _HEAD_DIMS:
+        raise NotImplementedError(f"head_dim is {head_dim}, not one of {_HEAD_DIMS}")
+    if group > _MAX_GROUP:
+        raise NotImplementedError(f"{group} queries share a kv head, at most {_MAX_GROUP} may")
+    if page_size not in _PAGE_SIZES:
+        raise NotImplementedError(f"page_size is {page_size}, not one of {_PAGE_SIZES}")
+    if pool.size // head_dim >= 2**31:
+        raise NotImplementedError(f"a pool of {pool.shape[0]} pages is past 32-bit row numbers")
+
+
+def _work_list(
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decode: jax.Array,
+    plan: _Plan,
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts the flat tokens into tiles of one row each.
+
+    Tokens of no chunk make tiles too, without keys: their zeros are written like any output. Tiles
+    with most keys come first, so that no long one is left for the end.
+
+    Returns:
+      i32[num_tiles, fields of `_Tile`], and how many of them are used, i32[1].
+    """
+    num_tokens = positions.shape[0]
+    row = jnp.arange(plan.rows, dtype=jnp.int32)
+    chunk_ends = jnp.where(row >= num_decode, cu_q_lens[1:], cu_q_lens[:-1])
+    # Two rows more: the decode rows' tokens, and the padding.
+    starts = jnp.concatenate([cu_q_lens[:-1], jnp.zeros((1,), jnp.int32), cu_q_lens[-1:]])
+    ends = jnp.concatenate(
+        [chunk_ends, cu_q_lens[num_decode][None], jnp.full((1,), plan.num_tokens, jnp.int32)]
+    )
+    lens = jnp.pad(kv_lens, (0, 2))
+    aligned = starts // _SLAB * _SLAB
+    counts = jnp.where(ends > starts, -(-(ends - aligned) // plan.tile_tokens), 0)
+    stops = jnp.cumsum(counts, dtype=jnp.int32)
+
+    tile = jnp.arange(plan.num_tiles, dtype=jnp.int32)
+    rows = jnp.sum(tile[:, None] >= stops[None, :], axis=1, dtype=jnp.int32)
+    is_used = rows < plan.rows + 2
+    rows = jnp.where(is_used, rows, 0)
+    token = aligned[rows] + (tile - (stops - counts)[rows]) * plan.tile_tokens
+    begin = jnp.maximum(starts[rows] - token, 0)
+    end = jnp.where(is_used, jnp.minimum(ends[rows] - token, plan.tile_tokens), 0)
+    position = positions[jnp.clip(token + begin, 0, num_tokens - 1)] - begin
+    num_keys = jnp.where((lens[rows] > 0) & is_used, position + end, 0)
+    in_table = jnp.minimum(rows, plan.rows - 1)
+    entries = jnp.stack([in_table, token // _SLAB, begin, end, position, num_keys], axis=1)
+
+    seen = num_keys
+    if plan.window is not None:
+        seen = jnp.minimum(seen, end - begin + plan.window)
+    cost = jnp.where(is_used, seen, -1)
+    is_before = (cost[None, :] > cost[:, None]) | (
+        (cost[None, :] == cost[:, None]) & (tile[None, :] < tile[:, None])
+    )
+    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    is_placed = place[None, :] == tile[:, None]
+    tiles = jnp.sum(jnp.where(is_placed[..., None], entries[None], 0), axis=1, dtype=jnp.int32)
+    return tiles, counts.sum(keepdims=True)
+
+
+def _attend(
+    q: jax.Array,
+    pool: jax.Array,
+    page_halves: jax.Array,
+    work: tuple[jax.Array, jax.Array],
+    plan: _Plan,
+) -> jax.Array:
+    """q [T, N, H] against pool [P * K * 2 * page_size, H] -> [T, N, H]."""
+    head_dim, keys, stages = plan.head_dim, plan.keys_at_once, plan.stages
+
+    def swizzled(*shape: int) -> Any:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+
+    scratch = dict(
+        q_tile=swizzled(_CONSUMERS, _ROWS, head_dim),
+        keys=swizzled(stages, keys, head_dim),
+        values=swizzled(stages, keys, head_dim),
+        ragged=plgpu.SMEM((_CONSUMERS, _ROWS, _PANEL), jnp.bfloat16),
+        q_here=plgpu.Barrier(num_barriers=_CONSUMERS),
+        q_free=plgpu.Barrier(num_barriers=_CONSUMERS),
+        keys_here=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_at_once),
+        values_here=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_at_once),
+        keys_free=plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
+        values_free=plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
+        turn=plgpu.Barrier(num_arrivals=_CONSUMERS),
+    )
+    if not plan.is_wide:
+        scratch["whole"] = swizzled(_CONSUMERS, _ROWS, head_dim)
+    if not _WEIGHTS_IN_REGISTERS:
+        scratch["weights"] = swizzled(_CONSUMERS, _ROWS, keys)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        kernel_name="paged_prefill",
+        grid=(plan.num_blocks,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )
+    return kernel(q, pool, page_halves, *work)
+
+
+def _kernel(
+    q: Ref,
+    pool: Ref,
+    page_halves: Ref,
+    tiles: Ref,
+    num_used: Ref,
+    out: Ref,
+    *,
+    plan: _Plan,
+    **scratch: Ref,
+) -> None:
+    """One block: its share of the units, each a tile for `heads_at_once` heads of one kv head."""
+    memory = _Memory(**scratch)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    share = _share(num_used[0] * plan.units_per_tile, jax.lax.axis_index("block"), plan)
+
+    def unit_at(i: jax.Array) -> _Unit:
+        return _unit(tiles, share.unit_at(i), plan)
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(plan.registers[0], action="increase")
+        pl.when(warpgroup == 1)(lambda: _take_turn(memory))
+
+        def consume(i: jax.Array, filled: jax.Array) -> jax.Array:
+            return _consume(out, memory, unit_at(i), filled, warpgroup, plan)
+
+        jax.lax.fori_loop(0, share.count, consume, jnp.int32(0))
+        pl.when(warpgroup == 0)(lambda: _take_turn(memory))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(plan.registers[1], action="decrease")
+
+        def produce(i: jax.Array, filled: jax.Array) -> jax.Array:
+            unit = unit_at(i)
+            _fetch_queries(q, memory, unit, i > 0, plan)
+            return _fetch_blocks(pool, page_halves, memory, unit, filled, plan)
+
+        filled = jax.lax.fori_loop(0, share.count, produce, jnp.int32(0))
+        # What is freed is waited for, also when nothing takes its place.
+        for warpgroup_at in range(_CONSUMERS):
+            free = memory.q_free.at[warpgroup_at]
+            pl.when(share.count > 0)(functools.partial(plgpu.barrier_wait, free))
+        for i in range(plan.stages):
+            for free in (memory.keys_free, memory.values_free):
+                _await_place(free, filled + i, plan)
+
+
+def _share(num_units: jax.Array, block: jax.Array, plan: _Plan) -> _Share:
+    full, rest = _div_rem(num_units, plan.num_blocks)
+    last = _Share(block, full, plan.num_blocks).unit_at(full) - full * plan.num_blocks
+    return _Share(block, full + (last < rest).astype(jnp.int32), plan.num_blocks)
+
+
+def _unit(tiles: Ref, index: jax.Array, plan: _Plan) -> _Unit:
+    tile_at, cut_head = _div_rem(index, plan.units_per_tile)
+    head, cut = _div_rem(cut_head, plan.cuts)
+    tile = _Tile(*(tiles[tile_at, column] for column in range(_COLUMNS)))
+    query_head = head * plan.group + cut * plan.heads_at_once
+    end, _ = _div_rem(tile.num_keys + (plan.keys_at_once - 1), plan.keys_at_once)
+    if plan.window is not None:
+        lowest = jnp.maximum(tile.position + tile.begin - (plan.window - 1), 0)
+        first, _ = _div_rem(lowest, plan.keys_at_once)
+        return _Unit(tile, head, query_head, first, 0, jnp.maximum(end - first, 0))
+    if plan.masks_every_step:
+        return _Unit(tile, head, query_head, 0, 0, end)
+    num_full, _ = _div_rem(tile.position + tile.begin + 1, plan.keys_at_once)
+    return _Unit(tile, head, query_head, 0, jnp.minimum(num_full, end), end)
+
+
+def _place(unit: _Unit, warpgroup: jax.Array | int, plan: _Plan) -> tuple[Any, Any, Any]:
+    """A warpgroup's first eight tokens by number, tokens of the tile before them, query head."""
+    if plan.heads_at_once == 1:
+        skipped, query_head = warpgroup * (_ROWS // _SLAB), unit.query_head
+    else:
+        skipped, query_head = 0, unit.query_head + warpgroup
+    return unit.tile.slab + skipped, skipped * _SLAB, query_head
+
+
+def _fetch_queries(
+    q: Ref, memory: _Memory, unit: _Unit, has_predecessor: jax.Array, plan: _Plan
+) -> None:
+    """Fetches the queries of both warpgroups as soon as each is done with those it has."""
+    for warpgroup in range(_CONSUMERS):
+        slab, _, query_head = _place(unit, warpgroup, plan)
+        # Where all 64 tokens are past the array's end, any others will do: nothing is written.
+        start = jnp.minimum(slab, plan.num_tokens // _SLAB - 1) * _SLAB
+        free = memory.q_free.at[warpgroup]
+        pl.when(has_predecessor)(functools.partial(plgpu.barrier_wait, free))
+        plgpu.copy_gmem_to_smem(
+            q.at[pl.ds(start, _ROWS), query_head],
+            memory.q_tile.at[warpgroup],
+            memory.q_here.at[warpgroup],
+        )
+
+
+def _fetch_blocks(
+    pool: Ref, page_halves: Ref, memory: _Memory, unit: _Unit, filled: jax.Array, plan: _Plan
+) -> jax.Array:
+    """Fetches keys and values as their places become free; returns how many were filled so far."""
+
+    @pl.loop(0, unit.num_steps)
+    def _(i: jax.Array) -> None:
+        # Asked for before the wait; past the row's end any page of the table will do.
+        first = (unit.first + i) * plan.pages_at_once
+        places = [first + page for page in range(plan.pages_at_once)]
+        pages = [page_halves[unit.tile.row, jnp.minimum(place, plan.width - 1)] for place in places]
+        slot = _slot(filled + i, plan)
+        for half, (ring, here, free) in enumerate(
+            (
+                (memory.keys, memory.keys_here, memory.keys_free),
+                (memory.values, memory.values_here, memory.values_free),
+            )
+        ):
+            _await_place(free, filled + i, plan)
+            starts = [(page + 2 * unit.head + half) * plan.page_size for page in pages]
+            _fetch(pool, ring.at[slot], here.at[slot], starts, plan)
+
+    return filled + unit.num_steps
+
+
+def _await_place(free: Ref, number: jax.Array, plan: _Plan) -> None:
+    """Waits until the place of the block `number` is free; the first ones are from the start."""
+    place = free.at[_slot(number, plan)]
+    pl.when(number >= plan.stages)(functools.partial(plgpu.barrier_wait, place))
+
+
+def _fetch(pool: Ref, block: Ref, barrier: Ref, starts: list[jax.Array], plan: _Plan) -> None:
+    """Starts the copies of one block's keys or values, a page each."""
+    size = plan.page_size
+    for i, start in enumerate(starts):
+        source = pool.at[pl.ds(start, size)]
+        plgpu.copy_gmem_to_smem(source, block.at[pl.ds(i * size, size)], barrier)
+
+
+def _consume(
+    out: Ref, memory: _Memory, unit: _Unit, filled: jax.Array, warpgroup: jax.Array, plan: _Plan
+) -> jax.Array:
+    """Attends 64 queries of one head to every block of keys and writes their output.
+
+    `filled` blocks came before those of this unit; returns it with them added.
+    """
+    slab, skipped, query_head = _place(unit, warpgroup, plan)
+    q_tile = memory.q_tile.at[warpgroup]
+    weights = None if memory.weights is None else memory.weights.at[warpgroup]
+    plgpu.barrier_wait(memory.q_here.at[warpgroup])
+    first_keys = memory.keys_here.at[_slot(filled, plan)]
+    pl.when(unit.num_steps > 0)(lambda: plgpu.barrier_wait(first_keys))
+
+    def step(i: jax.Array, partial: Partial, *, is_masked: bool) -> Partial:
+        query_at = unit.tile.position + skipped if is_masked else None
+        return _attend_block(partial, i, filled, q_tile, weights, memory, unit, query_at, plan)
+
+    partial = _nothing(plan)
+    if not plan.masks_every_step:
+        seen = functools.partial(step, is_masked=False)
+        partial = jax.lax.fori_loop(0, unit.num_full, seen, partial)
+    cut = functools.partial(step, is_masked=True)
+    values, _, total = jax.lax.fori_loop(unit.num_full, unit.num_steps, cut, partial)
+    plgpu.barrier_arrive(memory.q_free.at[warpgroup])
+    plgpu.barrier_arrive(memory.turn)  # the other's, while this one writes
+
+    # Only rows that saw no key have a total of 0; a NaN must stay one.
+    divisor = jnp.where(total == 0, 1.0, total)
+    result = (values / _per_row(divisor, values)).astype(jnp.bfloat16)
+    begin = jnp.clip(unit.tile.begin - skipped, 0, _ROWS)
+    end = jnp.clip(unit.tile.end - skipped, 0, _ROWS)
+    target = out.at[:, query_head]
+
+    def write_rows() -> None:
+        _write(result, memory.ragged.at[warpgroup], target, slab, plan, (begin, end))
+
+    if memory.whole is None:
+        write_rows()
+    else:
+        whole = memory.whole.at[warpgroup]
+        is_whole = jnp.logical_and(begin == 0, end == _ROWS)
+        pl.when(is_whole)(lambda: _write(result, whole, target, slab, plan))
+        pl.when(jnp.logical_not(is_whole))(write_rows)
+    plgpu.barrier_wait(memory.turn)
+    return filled + unit.num_steps
+
+
+def _write(
+    result: jax.Array,
+    staged: Ref,
+    target: Ref,
+    slab: jax.Array,
+    plan: _Plan,
+    rows: tuple[jax.Array, jax.Array] | None = None,
+) -> None:
+    """Writes a warpgroup's result, or some rows of it, by way of shared memory."""
+    width = staged.shape[1]
+    for start in range(0, plan.head_dim, width):
+        # What was written before may still be on its way out of there.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = result[:, start : start + width]
+        plgpu.commit_smem()
+        panel = target.at[:, pl.ds(start, width)]
+        if rows is None:
+            plgpu.copy_smem_to_gmem(staged, panel.at[pl.ds(slab * _SLAB, _ROWS)])
+        else:
+            _write_rows(staged, panel, *rows, slab * _SLAB)
+
+
+def _write_rows(
+    source: Ref, target: Ref, begin: jax.Array, end: jax.Array, start: jax.Array
+) -> None:
+    """Copies rows `begin` to `end` to those from `start` on; the rows beside are a neighbour's.
+
+    Eight at once and then one by one: the size of a copy is static.
+    """
+
+    def copy(size: int, row: jax.Array) -> None:
+        rows = source.at[pl.ds(row, size)]
+        plgpu.copy_smem_to_gmem(rows, target.at[pl.ds(start + row, size)])
+
+    num_eights, _ = _div_rem(jnp.maximum(end - begin, 0), 8)
+    pl.loop(0, num_eights)(lambda i: copy(8, begin + 8 * i))
+    pl.loop(begin + 8 * num_eights, end)(lambda row: copy(1, row))
+
+
+def _nothing(plan: _Plan) -> Partial:
+    return (
+        plgpu.layout_cast(jnp.zeros((_ROWS, plan.head_dim), jnp.float32), _SCORES),
+        plgpu.layout_cast(jnp.full((_ROWS,), _MASKED, jnp.float32), _PER_ROW),
+        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
+    )
+
+
+def _attend_block(
+    partial: Partial,
+    i: jax.Array,
+    filled: jax.Array,
+    q_tile: Ref,
+    weights_tile: Ref | None,
+    memory: _Memory,
+    unit: _Unit,
+    query_at: jax.Array | None,
+    plan: _Plan,
+) -> Partial:
+    """Adds the keys of one block; a running softmax in powers of two.
+
+    `query_at`: position of the first query, where some keys may be hidden from some queries.
+    """
+    values, high, total = partial
+    slot = _slot(filled + i, plan)
+    factor = plan.scale * math.log2(math.e)
+
+    def score(out: Ref) -> jax.Array:
+        plgpu.wgmma(out, q_tile, memory.keys.at[slot].T)
+        _take_turn(memory)
+        return out[...]
+
+    scores = _accumulated(score, (_ROWS, plan.keys_at_once))
+    plgpu.barrier_arrive(memory.keys_free.at[slot])
+    if query_at is not None:
+        start = (unit.first + i) * plan.keys_at_once
+        scores = jnp.where(_is_visible(scores.shape, query_at, start, plan), scores, -jnp.inf)
+    new_high = jnp.maximum(high, scores.max(axis=1) * factor)
+    kept = jnp.exp2(high - new_high)
+    probabilities = jnp.exp2(scores * factor - _per_row(new_high, scores))
+    values = values * _per_row(kept, values)
+    total = total * kept + probabilities.sum(axis=1)
+    weights = probabilities.astype(jnp.bfloat16)
+    # Nothing of the softmax may sink below: the tensor cores are the other's until it is done.
+    values, new_high, total, weights = jax.lax.optimization_barrier(
+        (values, new_high, total, weights)
+    )
+    plgpu.barrier_arrive(memory.turn)
+    plgpu.barrier_wait(memory.values_here.at[slot])
+    plgpu.barrier_wait(memory.turn)
+
+    def wait_for_next_keys() -> None:
+        here = memory.keys_here.at[_slot(filled + i + 1, plan)]
+        pl.when(i + 1 < unit.num_steps)(lambda: plgpu.barrier_wait(here))
+
+    values = _add_values(values, weights, memory.values.at[slot], weights_tile, wait_for_next_keys)
+    plgpu.barrier_arrive(memory.values_free.at[slot])
+    return values, new_high, total
+
+
+def _is_visible(
+    shape: tuple[int, ...], query_at: jax.Array, start: jax.Array, plan: _Plan
+) -> jax.Array:
+    """bool[64, keys_at_once]: the key is no later than the query, and within its window."""
+    query_at = query_at + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_SCORES)
+    key_at = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_SCORES)
+    is_visible = key_at <= query_at
+    if plan.window is not None:
+        is_visible = jnp.logical_and(is_visible, key_at > query_at - plan.window)
+    return is_visible
+
+
+def _add_values(
+    values: jax.Array,
+    weights: jax.Array,
+    block: Ref,
+    weights_tile: Ref | None,
+    meanwhile: Callable[[], None],
+) -> jax.Array:
+    """values [64, H] plus weights [64, S] times block [S, H]."""
+    if weights_tile is None:
+
+        def add(out: Ref) -> None:
+            plgpu.wgmma(out, weights, block)
+            meanwhile()
+
+        initial: Any = plgpu.ACC.init(values)  # pyright: ignore[reportPrivateImportUsage]
+        return pl.run_state(add)(initial)
+
+    weights_tile[...] = weights
+    plgpu.commit_smem()
+
+    def multiply(out: Ref) -> jax.Array:
+        plgpu.wgmma(out, weights_tile, block)
+        meanwhile()
+        return out[...]
+
+    return values + _accumulated(multiply, (_ROWS, values.shape[1]))
+
+
+def _accumulated(multiply: Callable[[Ref], jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """What `multiply` reads of a new accumulator of float32."""
+    # Public, though listed in a way that type checkers do not see.
+    out = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, out)
+
+
+def _take_turn(memory: _Memory) -> None:
+    """Gives the tensor cores to the other warpgroup and waits until it gives them back."""
+    plgpu.barrier_arrive(memory.turn)
+    plgpu.barrier_wait(memory.turn)
+
+
+def _slot(i: jax.Array, plan: _Plan) -> jax.Array:
+    return jax.lax.rem(i, jnp.int32(plan.stages))
+
+
+def _per_row(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x [64] -> [64, X] of `like`."""
+    return jax.lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient rounded towards zero, and remainder."""
+    return jax.lax.div(x, jnp.int32(divisor)), jax.lax.rem(x, jnp.int32(divisor))
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

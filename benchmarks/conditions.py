@@ -9,10 +9,16 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.core import Core
+
+
+def without_folders(words: Sequence[str]) -> list[str]:
+    """Arguments as a report keeps them: where files lie on one machine says nothing to a reader."""
+    return [pathlib.Path(word).name if word.startswith("/") else word for word in words]
 
 
 def of_machine() -> dict[str, Any]:
@@ -24,11 +30,7 @@ def of_machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [
-            pathlib.Path(sys.argv[0]).name,
-            # Where files lie on one machine says nothing to a reader.
-            *(pathlib.Path(word).name if word.startswith("/") else word for word in sys.argv[1:]),
-        ],
+        "command": [pathlib.Path(sys.argv[0]).name, *without_folders(sys.argv[1:])],
         "device": device.device_kind,
         "platform": device.platform,
         "driver": driver_version(),

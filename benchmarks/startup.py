@@ -61,6 +61,8 @@ def cold_and_warm(words: Sequence[str], cache: str | None) -> dict[str, Any]:
       ValueError: the folder is not empty.
       RuntimeError: a process failed, with the end of what it said.
     """
+    from benchmarks import conditions
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(cache or pathlib.Path(scratch) / "xla")
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,9 +72,10 @@ def cold_and_warm(words: Sequence[str], cache: str | None) -> dict[str, Any]:
         for name in ("cold", "warm"):
             starts[name] = _child(words, folder, pathlib.Path(scratch) / f"{name}.json")
             print(_line(name, starts[name]), flush=True)
+    command = [_SCRIPT.name, *conditions.without_folders(words)]
     return {
         "benchmark": "startup",
-        "conditions": starts["warm"].pop("conditions") | {"command": [_SCRIPT.name, *words]},
+        "conditions": starts["warm"].pop("conditions") | {"command": command},
         "cold": {name: value for name, value in starts["cold"].items() if name != "conditions"},
         "warm": starts["warm"],
     }

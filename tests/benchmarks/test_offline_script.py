@@ -153,10 +153,11 @@ def test_cold_and_warm_share_one_cache_that_is_empty_before_the_first(monkeypatc
         }
 
     monkeypatch.setattr(startup, "_child", child)
-    report = startup.cold_and_warm(["--startup"], str(tmp_path / "xla"))
-    assert seen == [(["--startup"], []), (["--startup"], ["program"])]
+    words = ["--startup", "/somewhere/x.json"]
+    report = startup.cold_and_warm(words, str(tmp_path / "xla"))
+    assert seen == [(words, []), (words, ["program"])]
     assert report["cold"]["num_programs"] == report["warm"]["num_programs"] == 5
-    assert report["conditions"]["command"] == ["offline.py", "--startup"]
+    assert report["conditions"]["command"] == ["offline.py", "--startup", "x.json"]
     assert report["benchmark"] == "startup" and "conditions" not in report["cold"]
 
 

@@ -10,14 +10,10 @@ and many calls of it are under way between two waits, since a wait costs some 25
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +24,8 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks import conditions
+from benchmarks.kernels import harness
+from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
 from kernels.attention import api
 
@@ -39,7 +36,6 @@ TOLERANCE = 3e-3
 _POOL_BYTES = 10**9
 _MAX_LAYERS = 36
 _SAMPLE_SECONDS = 0.06
-_SAMPLES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,28 +141,18 @@ def exact(case: Case, arrays: tuple[np.ndarray, ...]) -> np.ndarray:
     return out
 
 
-def worst_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest of the rows' relative errors; infinite when a row without keys is not zero."""
-    error, size = (
-        np.sqrt((x**2).sum((1, 2, 3))) for x in (found.astype(np.float64) - expected, expected)
-    )
-    if not np.isfinite(error).all() or error[size == 0].any():
-        return float("inf")
-    return float((error / np.where(size == 0, 1, size)).max())
-
-
-def check_values() -> Iterator[tuple[str, bool, str]]:
+def check_values() -> Checks:
     """(what was checked, whether it holds, its figure) of every covered class."""
     for case in cases():
         arrays = inputs(case)
         before = api.decode.counts["mosaic"]
         found = np.asarray(jax.jit(case.decode())(*arrays))
-        error = worst_error(found, exact(case, arrays))
+        error = harness.worst_error(found, exact(case, arrays))
         did_run = api.decode.counts["mosaic"] == before + 1
         yield str(case), did_run and error <= TOLERANCE, f"{error:.1e}" if did_run else "declined"
 
 
-def check_bits() -> Iterator[tuple[str, bool, str]]:
+def check_bits() -> Checks:
     """What must change no bit of the other rows."""
     for name, case in (("split", Case(EDGES, group=3)), ("whole", Case(MANY, group=3))):
         q, pool, table, positions, lens = arrays = inputs(case)
@@ -202,7 +188,9 @@ def measure(rows: int, keys: int, ceilings: Ceilings | None) -> dict[str, Any]:
             q = layer(q, pool, *rest)
         return q
 
-    seconds = _seconds(jax.jit(model), arguments[0], pools, *arguments[1:]) / num_layers
+    program = jax.jit(model)
+    query, *rest = arguments
+    seconds = harness.seconds(lambda: program(query, pools, *rest), _SAMPLE_SECONDS) / num_layers
     return _figures(f"{rows}x{keys}", num_layers, num_bytes, seconds, ceilings)
 
 
@@ -211,7 +199,7 @@ def measure_read(rows: int, keys: int, ceilings: Ceilings | None) -> dict[str, A
     case = Case((keys,) * rows)
     pools, _ = _layers(case, 4)
     read = jax.jit(lambda pools: [pool.max() for pool in pools])
-    seconds = _seconds(read, pools) / len(pools)
+    seconds = harness.seconds(lambda: read(pools), _SAMPLE_SECONDS) / len(pools)
     return _figures(f"read {rows}x{keys}", 4, pools[0].nbytes, seconds, ceilings)
 
 
@@ -227,23 +215,6 @@ def _layers(case: Case, num_layers: int) -> tuple[list[jax.Array], tuple[jax.Arr
     table = jax.random.permutation(first, rows * width).reshape(rows, width).astype(jnp.int32)
     positions = jnp.full((rows, 1), keys - 1, jnp.int32)
     return [make(key) for key in rest], (q, table, positions, jnp.full((rows,), keys, jnp.int32))
-
-
-def _seconds(program: Callable[..., Any], *arguments: Any) -> float:
-    """Median time of one call, many under way at once."""
-    for _ in range(3):  # compiles, runs, records its graph
-        jax.block_until_ready(program(*arguments))
-    began = time.perf_counter()
-    jax.block_until_ready([program(*arguments) for _ in range(10)])
-    calls = max(10, int(10 * _SAMPLE_SECONDS / (time.perf_counter() - began)))
-    samples = []
-    for _ in range(_SAMPLES):
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = program(*arguments)
-        jax.block_until_ready(out)
-        samples.append((time.perf_counter() - began) / calls)
-    return statistics.median(samples)
 
 
 def _figures(
@@ -266,38 +237,23 @@ def _figures(
     return figures
 
 
+def measure_all(ceilings: Ceilings | None) -> Iterator[dict[str, Any]]:
+    """Every shape, then the plain read."""
+    for rows, keys in SHAPES:
+        yield measure(rows, keys, ceilings)
+    yield measure_read(64, 4096, ceilings)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks, measures and writes the report; the exit status is 1 when a check failed."""
-    parser = argparse.ArgumentParser(description="Checks and times the decode attention kernel.")
-    parser.add_argument("--json", type=pathlib.Path, help="where the report goes")
-    options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "benchmark": "decode_attention",
-        "conditions": conditions.of_machine(),
-        "checks": [],
-        "results": [],
-    }
-    for check in (check_values, check_bits):
-        for name, holds, figure in check():
-            report["checks"].append({"check": name, "holds": holds, "error": figure})
-            print(f"{'ok' if holds else 'FAILED':>6}  {name}  {figure}", flush=True)
-    _write(options.json, report)
-    ceilings = Ceilings.of(jax.devices()[0].device_kind)
-    for rows, keys in SHAPES:
-        report["results"].append(measure(rows, keys, ceilings))
-        _write(options.json, report)
-    report["results"].append(measure_read(64, 4096, ceilings))
-    report["dispatch"] = dict(api.decode.counts)
-    _write(options.json, report)
-    failed = [check["check"] for check in report["checks"] if not check["holds"]]
-    print(f"{len(report['checks'])} checks, {len(failed)} failed; ran {report['dispatch']}")
-    return 1 if failed or set(report["dispatch"]) != {"mosaic"} else 0
-
-
-def _write(path: pathlib.Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return harness.run(
+        "decode_attention",
+        "Checks and times the decode attention kernel.",
+        (check_values, check_bits),
+        measure_all,
+        lambda: ("dispatch", dict(api.decode.counts), set(api.decode.counts) == {"mosaic"}),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

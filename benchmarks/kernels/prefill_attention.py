@@ -10,14 +10,10 @@ under way between two waits, since a wait costs some 250 us by itself.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +24,8 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks import conditions
+from benchmarks.kernels import harness
+from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
 from kernels.attention import api
 
@@ -45,7 +42,6 @@ TOLERANCE = 3e-3
 """Of a token's norm. Weights and output are rounded to bfloat16: 2e-3 when all is well."""
 _LAYERS = 8
 _SAMPLE_SECONDS = 0.1
-_SAMPLES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,28 +164,18 @@ def exact(case: Case, arrays: tuple[np.ndarray, ...]) -> np.ndarray:
     return out
 
 
-def worst_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest of the tokens' relative errors; infinite when a token of no chunk is not zero."""
-    error, size = (
-        np.sqrt((x**2).sum((1, 2))) for x in (found.astype(np.float64) - expected, expected)
-    )
-    if not np.isfinite(error).all() or error[size == 0].any():
-        return float("inf")
-    return float((error / np.where(size == 0, 1, size)).max())
-
-
-def check_values() -> Iterator[tuple[str, bool, str]]:
+def check_values() -> Checks:
     """(what was checked, whether it holds, its figure) of every covered class."""
     for case in cases():
         arrays = inputs(case)
         before = api.prefill.counts["mosaic"]
         found = np.asarray(jax.jit(case.prefill())(*arrays))
-        error = worst_error(found, exact(case, arrays))
+        error = harness.worst_error(found, exact(case, arrays))
         did_run = api.prefill.counts["mosaic"] == before + 1
         yield str(case), did_run and error <= TOLERANCE, f"{error:.1e}" if did_run else "declined"
 
 
-def check_bits() -> Iterator[tuple[str, bool, str]]:
+def check_bits() -> Checks:
     """What must change no bit of the other tokens."""
     for name, case in (
         ("ragged chunks", Case(EDGES, num_decode=3, group=3, padding=5)),
@@ -216,7 +202,7 @@ def check_bits() -> Iterator[tuple[str, bool, str]]:
         yield f"{name}: a NaN in the queries of one token", bool(alone), ""
 
 
-def check_cuts() -> Iterator[tuple[str, bool, str]]:
+def check_cuts() -> Checks:
     """Where a chunk is cut in two must change no bit, nor where its tokens stand in the step."""
     new = 700
     for window in (None, 200):
@@ -250,7 +236,9 @@ def measure(chunks: int, new: int, cached: int, ceilings: Ceilings | None) -> di
             q = layer(q, pool, *rest)
         return q
 
-    seconds = _seconds(jax.jit(model), arguments[0], pools, *arguments[1:]) / _LAYERS
+    program = jax.jit(model)
+    query, *rest = arguments
+    seconds = harness.seconds(lambda: program(query, pools, *rest), _SAMPLE_SECONDS) / _LAYERS
     pairs = chunks * (new * cached + new * (new + 1) // 2)
     flops = 4 * case.num_kv_heads * case.group * case.head_dim * pairs
     share = flops / seconds / ceilings.flops_per_second if ceilings else None
@@ -286,54 +274,16 @@ def _layers(case: Case) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
     return [make(key) for key in rest], (q, table, *on_device)
 
 
-def _seconds(program: Callable[..., Any], *arguments: Any) -> float:
-    """Median time of one call, many under way at once."""
-    for _ in range(3):  # compiles, runs, records its graph
-        jax.block_until_ready(program(*arguments))
-    began = time.perf_counter()
-    jax.block_until_ready([program(*arguments) for _ in range(10)])
-    calls = max(10, int(10 * _SAMPLE_SECONDS / (time.perf_counter() - began)))
-    samples = []
-    for _ in range(_SAMPLES):
-        began = time.perf_counter()
-        for _ in range(calls - 1):
-            program(*arguments)
-        jax.block_until_ready(program(*arguments))
-        samples.append((time.perf_counter() - began) / calls)
-    return statistics.median(samples)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks, measures and writes the report; the exit status is 1 when a check failed."""
-    parser = argparse.ArgumentParser(description="Checks and times the prefill attention kernel.")
-    parser.add_argument("--json", type=pathlib.Path, help="where the report goes")
-    options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "benchmark": "prefill_attention",
-        "conditions": conditions.of_machine(),
-        "checks": [],
-        "results": [],
-    }
-    for check in (check_values, check_bits, check_cuts):
-        for name, holds, figure in check():
-            report["checks"].append({"check": name, "holds": holds, "error": figure})
-            print(f"{'ok' if holds else 'FAILED':>6}  {name}  {figure}", flush=True)
-    _write(options.json, report)
-    ceilings = Ceilings.of(jax.devices()[0].device_kind)
-    for chunks, new, cached in SHAPES:
-        report["results"].append(measure(chunks, new, cached, ceilings))
-        _write(options.json, report)
-    report["dispatch"] = dict(api.prefill.counts)
-    _write(options.json, report)
-    failed = [check["check"] for check in report["checks"] if not check["holds"]]
-    print(f"{len(report['checks'])} checks, {len(failed)} failed; ran {report['dispatch']}")
-    return 1 if failed or set(report["dispatch"]) != {"mosaic"} else 0
-
-
-def _write(path: pathlib.Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return harness.run(
+        "prefill_attention",
+        "Checks and times the prefill attention kernel.",
+        (check_values, check_bits, check_cuts),
+        lambda ceilings: (measure(*shape, ceilings) for shape in SHAPES),
+        lambda: ("dispatch", dict(api.prefill.counts), set(api.prefill.counts) == {"mosaic"}),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -11,14 +11,10 @@ layers, and many calls of it are under way between two waits.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +25,8 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks import conditions
+from benchmarks.kernels import harness
+from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
 from kernels.qkv import api
 
@@ -42,7 +39,6 @@ _SCALES_AT = 64
 _LAYER_BYTES = 2 * 10**8
 _MAX_LAYERS = 36
 _SAMPLE_SECONDS = 0.05
-_SAMPLES = 5
 
 Arrays = tuple[Any, ...]
 
@@ -158,7 +154,7 @@ def call(case: Case, arrays: Arrays, kernels: str = "mosaic") -> Arrays:
     return jax.device_get(_program(case, kernels)(*jax.device_put(arrays)))
 
 
-def check_values() -> Iterator[tuple[str, bool, str]]:
+def check_values() -> Checks:
     """(what was checked, whether it holds, its figure) of every covered class."""
     for case in cases():
         arrays = inputs(case)
@@ -184,7 +180,7 @@ def _keeps_others(out: Arrays, arrays: Arrays) -> bool:
     return bool((out[1] == pool).all(axis=(1, 2, 4))[is_other].all())
 
 
-def check_bits() -> Iterator[tuple[str, bool, str]]:
+def check_bits() -> Checks:
     """What must change no bit of the other tokens."""
     for case in (Case(64, group=3), Case(2048), Case(1000, head_dim=64), Case(256, head_dim=256)):
         arrays = inputs(case)
@@ -237,7 +233,13 @@ def measure(num_tokens: int, kernels: str, ceilings: Ceilings | None) -> dict[st
         return pools, queries, functools.reduce(jnp.logical_or, is_bad)
 
     program = jax.jit(model, donate_argnums=0)
-    seconds = _seconds(program, pools, qkvs, cos, sin) / num_layers
+
+    def call() -> list[jax.Array]:
+        nonlocal pools
+        pools, *_ = program(pools, qkvs, cos, sin)
+        return pools
+
+    seconds = harness.seconds(call, _SAMPLE_SECONDS) / num_layers
     floor = case.moved_bytes / ceilings.read_bytes_per_second if ceilings else None
     figures = {
         "tokens": num_tokens,
@@ -255,57 +257,26 @@ def measure(num_tokens: int, kernels: str, ceilings: Ceilings | None) -> dict[st
     return figures
 
 
-def _seconds(program: Callable[..., Any], pools: list[jax.Array], *arguments: Any) -> float:
-    """Median time of one call, many under way at once."""
-    for _ in range(3):  # compiles, runs, records its graph
-        pools, *_ = jax.block_until_ready(program(pools, *arguments))
-    calls, samples = 10, []
-    for sample in range(_SAMPLES + 1):
-        began = time.perf_counter()
-        for _ in range(calls):
-            pools, *_ = program(pools, *arguments)
-        jax.block_until_ready(pools)
-        seconds = (time.perf_counter() - began) / calls
-        if sample == 0:
-            calls = max(10, int(_SAMPLE_SECONDS / seconds))
-        else:
-            samples.append(seconds)
-    return statistics.median(samples)
+def declined() -> dict[str, str]:
+    """Reasons of calls that the kernel should have taken."""
+    reasons = api.prepare.declined.items()
+    return {name: reason for name, reason in reasons if "'plain'" not in reason}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks, measures and writes the report; the exit status is 1 when a check failed."""
-    parser = argparse.ArgumentParser(description="Checks and times norm, rotation and KV write.")
-    parser.add_argument("--json", type=pathlib.Path, help="where the report goes")
-    options = parser.parse_args(arguments)
-    report: dict[str, Any] = {
-        "benchmark": "qkv",
-        "conditions": conditions.of_machine(),
-        "checks": [],
-        "results": [],
-    }
-    for check in (check_values, check_bits):
-        for name, holds, figure in check():
-            report["checks"].append({"check": name, "holds": holds, "error": figure})
-            print(f"{'ok' if holds else 'FAILED':>6}  {name}  {figure}", flush=True)
-    _write(options.json, report)
-    ceilings = Ceilings.of(jax.devices()[0].device_kind)
-    for num_tokens in TOKENS:
-        for kernels in ("mosaic", "plain"):
-            report["results"].append(measure(num_tokens, kernels, ceilings))
-            _write(options.json, report)
-    report["declined"] = {
-        name: reason for name, reason in api.prepare.declined.items() if "'plain'" not in reason
-    }
-    failed = [check["check"] for check in report["checks"] if not check["holds"]]
-    print(f"{len(report['checks'])} checks, {len(failed)} failed; {report['declined']}")
-    return 1 if failed or report["declined"] else 0
-
-
-def _write(path: pathlib.Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return harness.run(
+        "qkv",
+        "Checks and times norm, rotation and KV write.",
+        (check_values, check_bits),
+        lambda ceilings: (
+            measure(num_tokens, kernels, ceilings)
+            for num_tokens in TOKENS
+            for kernels in ("mosaic", "plain")
+        ),
+        lambda: ("declined", declined(), not declined()),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -10,31 +10,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels.mosaic import (
+    MASKED,
+    SWIZZLED,
+    Ref,
+    decline_past_32_bits,
+    decline_unless_covered,
+    div_rem,
+    round_up,
+)
+
 _TILE = 64
 """Tokens attended at once: the fixed side of a warpgroup's product."""
 _MIN_BLOCKS = 128
 """Fewer blocks than this leave multiprocessors idle, so rows are split."""
-_HEAD_DIMS = (64, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64)
-_MAX_GROUP = 16
 _MAX_QUERIES = 8
-_MASKED = -1e30  # finite: a tile without a visible key must not turn into NaN
 
 _SCORES = plgpu.Layout.WGMMA
 _COLUMNS = _SCORES.reduce(0)
-_SWIZZLED = (  # jax declares a method of both abstract that only its interpreter needs
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 
-Ref = Any  # Pallas has no public type for a reference.
 Partial = tuple[jax.Array, jax.Array, jax.Array]
 # Of the tiles seen so far: weighted values [H, C], highest score [C], and weights [64, C] that are
 # summed over tiles only: the sum over the 64 waits for the end.
@@ -60,7 +61,7 @@ class _Plan:
         """Queries of one block, those of all heads of the group; what does not fit is cut."""
         # The accumulators of more columns would not stay in registers.
         most = 16 if self.head_dim == 256 else 32
-        return min(_round_up(self.queries * self.group, 8), most)
+        return min(round_up(self.queries * self.group, 8), most)
 
     @property
     def cuts(self) -> int:
@@ -149,23 +150,18 @@ def decode(
 
 
 def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:
-    queries, num_heads, head_dim = q.shape[1:]
-    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
-    group = num_heads // num_kv_heads
-    if kernels != "mosaic":
-        raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
-    if q.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"queries are {q.dtype} and pages {pool.dtype}, not bfloat16")
-    if head_dim not in _HEAD_DIMS:
-        raise NotImplementedError(f"head_dim is {head_dim}, not one of {_HEAD_DIMS}")
-    if group > _MAX_GROUP:
-        raise NotImplementedError(f"{group} queries share a kv head, at most {_MAX_GROUP} may")
-    if page_size not in _PAGE_SIZES:
-        raise NotImplementedError(f"page_size is {page_size}, not one of {_PAGE_SIZES}")
+    queries, num_heads = q.shape[1:3]
+    decline_unless_covered(
+        "queries are",
+        q,
+        pool,
+        group=num_heads // pool.shape[1],
+        page_sizes=_PAGE_SIZES,
+        kernels=kernels,
+    )
     if queries > _MAX_QUERIES:
         raise NotImplementedError(f"a row has {queries} queries, at most {_MAX_QUERIES} may be")
-    if pool.size // head_dim >= 2**31:
-        raise NotImplementedError(f"a pool of {pool.shape[0]} pages is past 32-bit row numbers")
+    decline_past_32_bits(pool)
 
 
 def _grouped(q: jax.Array, plan: _Plan) -> jax.Array:
@@ -213,11 +209,11 @@ def _attend(
         grid_names=("split", "row", "head"),
         scratch_types=dict(
             q_raw=plgpu.SMEM((columns, head_dim), jnp.bfloat16),
-            q_tile=plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+            q_tile=plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=SWIZZLED),
             kv_ring=plgpu.SMEM(
-                (plan.stages, 2 * _TILE, head_dim), jnp.bfloat16, transforms=_SWIZZLED
+                (plan.stages, 2 * _TILE, head_dim), jnp.bfloat16, transforms=SWIZZLED
             ),
-            weights=plgpu.SMEM((columns, _TILE), jnp.bfloat16, transforms=_SWIZZLED),
+            weights=plgpu.SMEM((columns, _TILE), jnp.bfloat16, transforms=SWIZZLED),
             result=plgpu.SMEM((columns, head_dim), out_dtype),
             q_here=plgpu.Barrier(),
             kv_here=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=arrivals),
@@ -258,13 +254,13 @@ def _kernel(
 ) -> None:
     """One block: the tiles `split`, `split + splits`, ... of a row, for one kv head's columns."""
     split, row, cut_head = (jax.lax.axis_index(name) for name in ("split", "row", "head"))
-    head, cut = _div_rem(cut_head, plan.cuts)
+    head, cut = div_rem(cut_head, plan.cuts)
     block = row * (plan.num_kv_heads * plan.cuts) + cut_head
     kv_len = lengths[row, 0]
     query_at = [lengths[row, 1 + i] for i in range(plan.queries)]
     start = split + _first_tile(query_at, plan)
-    end, _ = _div_rem(kv_len + (_TILE - 1), _TILE)
-    num_tiles, _ = _div_rem(end - start + (plan.splits - 1), plan.splits)
+    end, _ = div_rem(kv_len + (_TILE - 1), _TILE)
+    num_tiles, _ = div_rem(end - start + (plan.splits - 1), plan.splits)
 
     def tile_at(i: jax.Array | int) -> jax.Array:
         return start + i * plan.splits
@@ -319,7 +315,7 @@ def _first_tile(query_at: list[jax.Array], plan: _Plan) -> jax.Array | int:
     if plan.window is None:
         return 0
     lowest = functools.reduce(jnp.minimum, query_at) - (plan.window - 1)
-    return _div_rem(jnp.maximum(lowest, 0), _TILE)[0]
+    return div_rem(jnp.maximum(lowest, 0), _TILE)[0]
 
 
 def _fetch(
@@ -357,7 +353,7 @@ def _nothing(plan: _Plan) -> Partial:
     columns = plan.columns
     return (
         plgpu.layout_cast(jnp.zeros((plan.head_dim, columns), jnp.float32), _SCORES),
-        plgpu.layout_cast(jnp.full((columns,), _MASKED, jnp.float32), _COLUMNS),
+        plgpu.layout_cast(jnp.full((columns,), MASKED, jnp.float32), _COLUMNS),
         plgpu.layout_cast(jnp.zeros((_TILE, columns), jnp.float32), _SCORES),
     )
 
@@ -410,12 +406,3 @@ def _product(left: Ref, right: Ref) -> jax.Array:
 def _per_column(x: jax.Array, like: jax.Array) -> jax.Array:
     """x [C] -> [M, C] of `like`."""
     return jax.lax.broadcast_in_dim(x, like.shape, [1])
-
-
-def _div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient rounded towards zero, and remainder."""
-    return jax.lax.div(x, jnp.int32(divisor)), jax.lax.rem(x, jnp.int32(divisor))
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple

@@ -19,6 +19,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels.mosaic import (
+    MASKED,
+    SWIZZLED,
+    Ref,
+    decline_past_32_bits,
+    decline_unless_covered,
+    div_rem,
+    round_up,
+)
+
 _ROWS = 64
 """Queries of a warpgroup: the fixed side of its product."""
 _CONSUMERS = 2
@@ -28,21 +38,13 @@ _PANEL = 64
 """Head dims of one copy of a tile that is not written whole."""
 _MULTIPROCESSORS = 132
 """Of an H100 or H200: on a device with fewer, some blocks wait for others to end."""
-_HEAD_DIMS = (64, 128, 256)
 _PAGE_SIZES = (16, 32, 64)
-_MAX_GROUP = 16
-_MASKED = -1e30  # finite: a block without a visible key must not turn into NaN
 _WEIGHTS_IN_REGISTERS = True
 """False only where the kernel is interpreted, which knows no product of registers."""
 
 _SCORES = plgpu.Layout.WGMMA
 _PER_ROW = _SCORES.reduce(1)
-_SWIZZLED = (  # jax declares a method of both abstract that only its interpreter needs
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 
-Ref = Any  # Pallas has no public type for a reference.
 Partial = tuple[jax.Array, jax.Array, jax.Array]
 # Of the blocks seen so far: weighted values [64, H], highest score [64], sum of weights [64].
 
@@ -155,7 +157,7 @@ class _Share:
 
     def unit_at(self, i: jax.Array) -> jax.Array:
         """Forth and back, since units come longest first."""
-        _, is_back = _div_rem(i, 2)
+        _, is_back = div_rem(i, 2)
         place = jnp.where(is_back == 1, self.num_blocks - 1 - self.block, self.block)
         return i * self.num_blocks + place
 
@@ -231,7 +233,7 @@ def prefill(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pool.shape[1], pool.shape[3]
     # A copy may start near the array's end and reads zeros past it, but is not taller than it.
-    padded = max(_round_up(num_tokens, _SLAB), _ROWS)
+    padded = max(round_up(num_tokens, _SLAB), _ROWS)
     plan = _Plan(
         num_tokens=padded,
         rows=kv_lens.shape[0],
@@ -255,21 +257,15 @@ def prefill(
 
 
 def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, page_size = pool.shape[1], pool.shape[3]
-    group = num_heads // num_kv_heads
-    if kernels != "mosaic":
-        raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
-    if q.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"queries are {q.dtype} and pages {pool.dtype}, not bfloat16")
-    if head_dim not in _HEAD_DIMS:
-        raise NotImplementedError(f"head_dim is {head_dim}, not one of {_HEAD_DIMS}")
-    if group > _MAX_GROUP:
-        raise NotImplementedError(f"{group} queries share a kv head, at most {_MAX_GROUP} may")
-    if page_size not in _PAGE_SIZES:
-        raise NotImplementedError(f"page_size is {page_size}, not one of {_PAGE_SIZES}")
-    if pool.size // head_dim >= 2**31:
-        raise NotImplementedError(f"a pool of {pool.shape[0]} pages is past 32-bit row numbers")
+    decline_unless_covered(
+        "queries are",
+        q,
+        pool,
+        group=q.shape[1] // pool.shape[1],
+        page_sizes=_PAGE_SIZES,
+        kernels=kernels,
+    )
+    decline_past_32_bits(pool)
 
 
 def _work_list(
@@ -336,7 +332,7 @@ def _attend(
     head_dim, keys, stages = plan.head_dim, plan.keys_at_once, plan.stages
 
     def swizzled(*shape: int) -> Any:
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
     scratch = dict(
         q_tile=swizzled(_CONSUMERS, _ROWS, head_dim),
@@ -420,24 +416,24 @@ def _kernel(
 
 
 def _share(num_units: jax.Array, block: jax.Array, plan: _Plan) -> _Share:
-    full, rest = _div_rem(num_units, plan.num_blocks)
+    full, rest = div_rem(num_units, plan.num_blocks)
     last = _Share(block, full, plan.num_blocks).unit_at(full) - full * plan.num_blocks
     return _Share(block, full + (last < rest).astype(jnp.int32), plan.num_blocks)
 
 
 def _unit(tiles: Ref, index: jax.Array, plan: _Plan) -> _Unit:
-    tile_at, cut_head = _div_rem(index, plan.units_per_tile)
-    head, cut = _div_rem(cut_head, plan.cuts)
+    tile_at, cut_head = div_rem(index, plan.units_per_tile)
+    head, cut = div_rem(cut_head, plan.cuts)
     tile = _Tile(*(tiles[tile_at, column] for column in range(_COLUMNS)))
     query_head = head * plan.group + cut * plan.heads_at_once
-    end, _ = _div_rem(tile.num_keys + (plan.keys_at_once - 1), plan.keys_at_once)
+    end, _ = div_rem(tile.num_keys + (plan.keys_at_once - 1), plan.keys_at_once)
     if plan.window is not None:
         lowest = jnp.maximum(tile.position + tile.begin - (plan.window - 1), 0)
-        first, _ = _div_rem(lowest, plan.keys_at_once)
+        first, _ = div_rem(lowest, plan.keys_at_once)
         return _Unit(tile, head, query_head, first, 0, jnp.maximum(end - first, 0))
     if plan.masks_every_step:
         return _Unit(tile, head, query_head, 0, 0, end)
-    num_full, _ = _div_rem(tile.position + tile.begin + 1, plan.keys_at_once)
+    num_full, _ = div_rem(tile.position + tile.begin + 1, plan.keys_at_once)
     return _Unit(tile, head, query_head, 0, jnp.minimum(num_full, end), end)
 
 
@@ -588,7 +584,7 @@ def _write_rows(
         rows = source.at[pl.ds(row, size)]
         plgpu.copy_smem_to_gmem(rows, target.at[pl.ds(start + row, size)])
 
-    num_eights, _ = _div_rem(jnp.maximum(end - begin, 0), 8)
+    num_eights, _ = div_rem(jnp.maximum(end - begin, 0), 8)
     pl.loop(0, num_eights)(lambda i: copy(8, begin + 8 * i))
     pl.loop(begin + 8 * num_eights, end)(lambda row: copy(1, row))
 
@@ -596,7 +592,7 @@ def _write_rows(
 def _nothing(plan: _Plan) -> Partial:
     return (
         plgpu.layout_cast(jnp.zeros((_ROWS, plan.head_dim), jnp.float32), _SCORES),
-        plgpu.layout_cast(jnp.full((_ROWS,), _MASKED, jnp.float32), _PER_ROW),
+        plgpu.layout_cast(jnp.full((_ROWS,), MASKED, jnp.float32), _PER_ROW),
         plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
     )
 
@@ -713,12 +709,3 @@ def _slot(i: jax.Array, plan: _Plan) -> jax.Array:
 def _per_row(x: jax.Array, like: jax.Array) -> jax.Array:
     """x [64] -> [64, X] of `like`."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
-
-
-def _div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient rounded towards zero, and remainder."""
-    return jax.lax.div(x, jnp.int32(divisor)), jax.lax.rem(x, jnp.int32(divisor))
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple

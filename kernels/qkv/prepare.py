@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_HEAD_DIMS = (64, 128, 256)
+from kernels.mosaic import Ref, decline_unless_covered
+
 _PAGE_SIZES = (8, 16, 32, 64)
-_MAX_GROUP = 16
 _ALIGNED = 8
 """Scales are loaded in 16 bytes, so they start at multiples of as many values."""
 
-Ref = Layout = Any  # Pallas has no public types for them.
+Layout = Any  # Pallas has no public type for it.
 Halves = tuple[jax.Array, jax.Array]
 # The first and the second half of a head's dimensions, [rows, H / 2] each: they turn as pairs.
 
@@ -115,17 +115,14 @@ def prepare(
 def _decline(
     qkv: jax.Array, vectors: jax.Array | None, pool: jax.Array, scales_at: int, kernels: str
 ) -> None:
-    group, head_dim, page_size = qkv.shape[2] - 2, qkv.shape[3], pool.shape[3]
-    if kernels != "mosaic":
-        raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
-    if qkv.dtype != jnp.bfloat16 or pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"qkv is {qkv.dtype} and pages {pool.dtype}, not bfloat16")
-    if head_dim not in _HEAD_DIMS:
-        raise NotImplementedError(f"head_dim is {head_dim}, not one of {_HEAD_DIMS}")
-    if group > _MAX_GROUP:
-        raise NotImplementedError(f"{group} queries share a kv head, at most {_MAX_GROUP} may")
-    if page_size not in _PAGE_SIZES:
-        raise NotImplementedError(f"page_size is {page_size}, not one of {_PAGE_SIZES}")
+    decline_unless_covered(
+        "qkv is",
+        qkv,
+        pool,
+        group=qkv.shape[2] - 2,
+        page_sizes=_PAGE_SIZES,
+        kernels=kernels,
+    )
     if vectors is None:
         return
     if vectors.dtype != jnp.bfloat16:

@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.execution import jaxprs
 from engine.execution.buckets import ProgramKey
-from engine.execution.packing import Ranges, batch_ranges, pack, unpack_output
+from engine.execution.packing import Ranges, batch_ranges, pack_install, unpack_output
 from engine.scheduling.schedule import (
     POISON_ID,
     SAMPLING_COLUMNS,
@@ -293,26 +293,20 @@ def _run(runner: Runner, key: ProgramKey, schedule: Schedule, newest: np.ndarray
     num_tokens = np.zeros(settings.max_slots + 1, np.int32)
     num_tokens[: schedule.num_rows] = _SCENE_TOKENS
     place = runner.shapes.replicated
-    state = dataclasses.replace(
+    packed = runner.pack(schedule, key)
+    runner.state = dataclasses.replace(
         runner.state,
         last_tokens=jax.device_put(last_tokens, place),
         num_tokens=jax.device_put(num_tokens, place),
     )
-    flat = pack(
-        schedule,
-        key,
-        max_slots=settings.max_slots,
-        vocab_size=runner.model.vocab_size,
-        groups=runner.groups,
-    )
-    rows = runner.host_rows(schedule, key)
-    runner.state, output = runner.programs.step(key)(runner.params, state, flat, *rows)
+    output = runner.run(packed)
     return unpack_output(key, np.asarray(output), schedule.num_rows, schedule.num_tokens)
 
 
 def _warm_install(runner: Runner) -> None:
     """Runs the install program on no slot: nothing may change."""
     before = np.asarray(runner.state.num_tokens)
-    runner.install(())
+    shape = runner.programs.install_shape
+    runner.install(pack_install((), (np.zeros((3, 0), np.int32),) * shape.num_groups, shape))
     if _differ(before, np.asarray(runner.state.num_tokens)):
         raise ContractError("installing no slot changed the state")

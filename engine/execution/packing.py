@@ -67,6 +67,15 @@ class Ranges:
         )
 
 
+def carried_pages(key: ProgramKey) -> int:
+    """Page table entries per group that a step's batch has room for.
+
+    Each row may begin a page, and no page has fewer than 16 tokens outside tests; what is left
+    over goes ahead of the step.
+    """
+    return key.rows + key.tokens // 16
+
+
 @functools.cache
 def batch_ranges(key: ProgramKey, num_groups: int, num_recurrent: int = 0) -> Ranges:
     """Ranges of the packed batch of a program. `prompt_ids` come last.
@@ -82,7 +91,7 @@ def batch_ranges(key: ProgramKey, num_groups: int, num_recurrent: int = 0) -> Ra
         "q_lens": (key.rows,),
         "kinds": (key.rows,),
     }
-    shapes |= {f"page_table_{g}": (key.rows, key.width) for g in range(num_groups)}
+    shapes |= {f"page_changes_{g}": (3, carried_pages(key)) for g in range(num_groups)}
     shapes |= {f"state_ids_{g}": (key.rows, 2) for g in range(num_recurrent)}
     if key.sampler == "full":
         shapes |= {name: (key.rows,) for name, _ in SAMPLING_COLUMNS}
@@ -115,38 +124,54 @@ def output_ranges(key: ProgramKey) -> Ranges:
 _FLOAT_OUTPUTS = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
 
 
-def pack(
+def check(
     schedule: Schedule,
     key: ProgramKey,
     *,
     max_slots: int,
     vocab_size: int,
     groups: tuple[GroupConfig, ...] = (),
-) -> np.ndarray:
-    """Builds the packed array of one step, fresh every time: it is never written again.
+) -> None:
+    """Refuses what the device would not notice.
 
     Args:
       schedule: rows of the step.
-      key: the program it runs on.
+      key: the program it is to run on.
       max_slots: slots of the state, the padding slot aside.
       vocab_size: rows of the embedding table.
       groups: pools that page tables and state ids must suit; empty: neither is checked.
 
     Raises:
-      ValueError: the schedule breaks a rule that the device would not notice: rows or tokens over
-        the bucket, a slot out of range or named twice, a page that is trash where one is needed
-        or past the pool's end, a state that is trash, past the pool's end or written by another
-        row, an id outside the vocabulary.
+      ValueError: rows or tokens over the bucket, a slot out of range or named twice, a page that
+        is trash where one is needed or past the pool's end, a state that is trash, past the pool's
+        end or written by another row, an id outside the vocabulary.
     """
-    _check(schedule, key, max_slots, vocab_size)
+    _check_rows(schedule, key, max_slots, vocab_size)
     paged = [group for group in groups if not group.is_recurrent]
     for group, table in zip(paged, schedule.page_tables, strict=bool(groups)):
         _check_pages(schedule, table, group)
     recurrent = [group for group in groups if group.is_recurrent]
     for group, state_ids in zip(recurrent, schedule.state_ids, strict=bool(groups)):
         _check_states(schedule, state_ids, group)
+
+
+def pack(
+    schedule: Schedule,
+    key: ProgramKey,
+    *,
+    max_slots: int,
+    page_changes: tuple[np.ndarray, ...],
+) -> np.ndarray:
+    """Builds the packed array of one step, fresh every time: it is never written again.
+
+    Args:
+      schedule: rows of the step, checked.
+      key: the program it runs on.
+      max_slots: slots of the state, the padding slot aside.
+      page_changes: per paged group i32[3, n] slots, places and pages, at most `carried_pages(key)`.
+    """
     rows, tokens = schedule.num_rows, schedule.num_tokens
-    ranges = batch_ranges(key, len(schedule.page_tables), len(schedule.state_ids))
+    ranges = batch_ranges(key, len(page_changes), len(schedule.state_ids))
     flat = np.zeros(ranges.size, np.int32)
     views = ranges.views(flat)
     views["num_decode"][0] = schedule.num_decode
@@ -155,8 +180,8 @@ def pack(
     views["slots"][:rows] = schedule.slots
     views["q_lens"][:rows] = schedule.q_lens
     views["kinds"][:rows] = schedule.kinds
-    for group, table in enumerate(schedule.page_tables):
-        views[f"page_table_{group}"][:rows, : table.shape[1]] = table
+    for group, changes in enumerate(page_changes):
+        _put_changes(views[f"page_changes_{group}"], changes, max_slots)
     # A padding row's states stay 0: it writes the trash state.
     for group, state_ids in enumerate(schedule.state_ids):
         views[f"state_ids_{group}"][:rows] = state_ids
@@ -167,7 +192,14 @@ def pack(
     return flat
 
 
-def _check(schedule: Schedule, key: ProgramKey, max_slots: int, vocab_size: int) -> None:
+def _put_changes(view: np.ndarray, changes: np.ndarray, max_slots: int) -> None:
+    """Unused entries name a slot past the end: their writes are dropped."""
+    num_changes = changes.shape[1]
+    view[:, :num_changes] = changes
+    view[0, num_changes:] = max_slots + 1
+
+
+def _check_rows(schedule: Schedule, key: ProgramKey, max_slots: int, vocab_size: int) -> None:
     rows, tokens = schedule.num_rows, schedule.num_tokens
     if rows > key.rows or tokens > key.tokens:
         raise ValueError(f"{rows} rows of {tokens} tokens exceed the program {key}")
@@ -242,7 +274,7 @@ class Packed:
     slots: jax.Array  # i32[R], max_slots + 1 for padding rows
     q_lens: jax.Array  # i32[R], 0 for padding rows
     kinds: jax.Array  # i32[R] of RowKind, 0 for padding rows
-    page_tables: tuple[jax.Array, ...]  # per group i32[R, W]
+    page_changes: tuple[jax.Array, ...]  # per paged group i32[3, n], slots, places, pages
     sampling: SamplingRows | None  # None under the greedy sampler
     state_ids: tuple[jax.Array, ...] = ()  # per recurrent group i32[R, 2]
 
@@ -269,7 +301,7 @@ def unpack(
         slots=parts["slots"],
         q_lens=parts["q_lens"],
         kinds=parts["kinds"],
-        page_tables=tuple(parts[f"page_table_{g}"] for g in range(num_groups)),
+        page_changes=tuple(parts[f"page_changes_{g}"] for g in range(num_groups)),
         sampling=sampling,
         state_ids=tuple(parts[f"state_ids_{g}"] for g in range(num_recurrent)),
     )
@@ -308,6 +340,15 @@ class InstallShape:
     max_slots: int
     max_model_len: int
     vocab_size: int
+    num_groups: int
+    """Paged cache groups."""
+    table_width: int
+    """Pages of one slot's table."""
+
+    @property
+    def page_changes(self) -> int:
+        """Page table entries written at once, per group: whole tables of all rows."""
+        return self.rows * self.table_width
 
 
 @functools.cache
@@ -326,10 +367,42 @@ def install_ranges(shape: InstallShape) -> Ranges:
             "allowed_ids": (n, LIMITS.allowed_ids),
             "history": (n, shape.max_model_len),
         }
+        | {f"page_changes_{g}": (3, shape.page_changes) for g in range(shape.num_groups)}
     )
 
 
-def pack_install(installs: tuple[Install, ...], shape: InstallShape) -> np.ndarray:
+def pack_installs(
+    installs: tuple[Install, ...], page_changes: tuple[np.ndarray, ...], shape: InstallShape
+) -> list[np.ndarray]:
+    """Packed arrays of as many runs of the install program as it takes, in order.
+
+    Args:
+      installs: slots to install.
+      page_changes: per paged group i32[3, n], written once every slot is installed.
+      shape: of the program.
+    """
+    longest = max((changes.shape[1] for changes in page_changes), default=0)
+    first = max(1, -(-len(installs) // shape.rows))  # the run with the last slots
+    num_runs = first - 1 + max(-(-longest // shape.page_changes), 1)
+    if not installs and not longest:
+        return []
+    packed = []
+    for run in range(num_runs):
+        begin = max(0, run - first + 1) * shape.page_changes
+        end = begin + shape.page_changes if run >= first - 1 else 0
+        packed.append(
+            pack_install(
+                installs[run * shape.rows : (run + 1) * shape.rows],
+                tuple(changes[:, begin:end] for changes in page_changes),
+                shape,
+            )
+        )
+    return packed
+
+
+def pack_install(
+    installs: tuple[Install, ...], page_changes: tuple[np.ndarray, ...], shape: InstallShape
+) -> np.ndarray:
     """Builds the packed array of one install; unused rows name a slot past the end."""
     ranges = install_ranges(shape)
     flat = np.zeros(ranges.size, np.int32)
@@ -350,4 +423,6 @@ def pack_install(installs: tuple[Install, ...], shape: InstallShape) -> np.ndarr
             views["bias_values"].view(np.float32)[row, i] = bias
         for i, word in enumerate(install.bad_words):
             views["bad_words"][row, i, LIMITS.bad_word_ids - len(word) :] = word
+    for group, changes in enumerate(page_changes):
+        _put_changes(views[f"page_changes_{group}"], changes, shape.max_slots)
     return flat

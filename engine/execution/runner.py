@@ -17,15 +17,22 @@ import numpy as np
 from engine.config import EngineConfig, Lane
 from engine.execution import plan as planning
 from engine.execution.buckets import ProgramKey
-from engine.execution.packing import pack, pack_install, unpack_output
+from engine.execution.packing import (
+    carried_pages,
+    check,
+    pack,
+    pack_installs,
+    unpack_output,
+)
+from engine.execution.page_tables import DeviceTables, TableChanges
 from engine.execution.programs import CompileGuard, Programs, ProgramShapes
 from engine.execution.settings import DeviceProfile, Settings, refuse_undeclared
 from engine.execution.step import StepState, make_install, make_step
 from engine.scheduling.config import GroupConfig
-from engine.scheduling.schedule import Install, RowKind, Schedule, StepResult
+from engine.scheduling.schedule import RowKind, Schedule, StepResult
 from models import sharding
 from models.batch import Tiling
-from models.cache import CacheGroup, CacheSpec, RecurrentGroup
+from models.cache import CacheSpec, PagedGroup, RecurrentGroup
 from models.registry import HostTables, Model
 
 
@@ -85,11 +92,17 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
 
 @dataclasses.dataclass(frozen=True)
 class PackedSchedule:
-    """A schedule with its program and its packed array, which is never written again."""
+    """A schedule with its program and its packed arrays, which are never written again.
+
+    What is packed is to be launched before the next one is packed.
+    """
 
     schedule: Schedule
     key: ProgramKey
     flat: np.ndarray
+    installs: tuple[np.ndarray, ...]
+    """Packed arrays of the install program's runs ahead of the step."""
+    changes: TableChanges
     host_rows: tuple[np.ndarray, ...] = ()
     """Embeddings [T, D] of a registration that makes them on the host; empty for others."""
 
@@ -143,23 +156,35 @@ class Runner:
             _group_config(spec, group, plan.num_pages, shapes.state.num_states)
             for group in spec.groups
         )
+        self._tables_held = DeviceTables(
+            settings.max_slots, shapes.state.table_width, shapes.num_groups
+        )
         self.counters = RunnerCounters()
         self.weights_version = 0
         self.state: StepState = programs.fresh()
         self._eager_steps: dict[ProgramKey, Callable[..., Any]] = {}
 
-    def pack(self, schedule: Schedule) -> PackedSchedule:
-        """Checks a schedule and lays it out for its program."""
+    def pack(self, schedule: Schedule, key: ProgramKey | None = None) -> PackedSchedule:
+        """Checks a schedule and lays it out for a program, by default the smallest that holds it.
+
+        Raises:
+          ValueError: see `packing.check`; or no program holds the schedule.
+        """
         refuse_undeclared(schedule, self.model.registration)
-        key = self.settings.ladder.key_of(schedule)
-        flat = pack(
+        key = key or self.settings.ladder.key_of(schedule)
+        settings = self.settings
+        check(
             schedule,
             key,
-            max_slots=self.settings.max_slots,
+            max_slots=settings.max_slots,
             vocab_size=self.model.vocab_size,
             groups=self.groups,
         )
-        return PackedSchedule(schedule, key, flat, self.host_rows(schedule, key))
+        changes = self._tables_held.changes(schedule, carried_pages(key))
+        installs = pack_installs(schedule.installs, changes.before, self.programs.install_shape)
+        flat = pack(schedule, key, max_slots=settings.max_slots, page_changes=changes.within)
+        rows = self.host_rows(schedule, key)
+        return PackedSchedule(schedule, key, flat, tuple(installs), changes, rows)
 
     def host_rows(self, schedule: Schedule, key: ProgramKey) -> tuple[np.ndarray, ...]:
         """The embeddings [T, D] that go in with a step, where the registration makes them here.
@@ -174,18 +199,22 @@ class Runner:
 
     def launch(self, packed: PackedSchedule) -> Launch:
         """Starts one step. Its output is read later by `settle`."""
-        schedule, key = packed.schedule, packed.key
-        at_once = self.programs.install_shape.rows
-        for start in range(0, len(schedule.installs), at_once):
-            self.install(schedule.installs[start : start + at_once])
+        output = self.run(packed)
+        output.copy_to_host_async()
+        self._count(packed.schedule, packed.key)
+        return Launch(packed.schedule, packed.key, output)
+
+    def run(self, packed: PackedSchedule) -> jax.Array:
+        """The step itself, installs first: the state moves on, the packed output comes back."""
+        for flat in packed.installs:
+            self.install(flat)
         # The array goes in as it is: device_put with a sharding costs 0.4 ms more of Python (H200
         # host, 2026-11-29), and an array changed after the call was never seen (benchmarks/poison).
-        self.state, output = self._step(key)(
+        self.state, output = self._step(packed.key)(
             self.params, self.state, packed.flat, *packed.host_rows
         )
-        output.copy_to_host_async()
-        self._count(schedule, key)
-        return Launch(schedule, key, output)
+        self._tables_held.note(packed.schedule, packed.changes)
+        return output
 
     def settle(self, launch: Launch) -> StepResult:
         """Waits for a launch and reads its output, the only thing the host reads of a step."""
@@ -196,6 +225,7 @@ class Runner:
         """An empty state; what was in flight is void."""
         _delete(self.state)
         self.state = self.programs.fresh()
+        self._tables_held.reset()
 
     def enter_lane(self, lane: Lane, depth: int) -> None:
         """Goes on with the same programs on another lane, from an empty state.
@@ -278,9 +308,8 @@ class Runner:
         # The last references to the executables, whose code and constants lie on the device.
         del self.programs
 
-    def install(self, installs: tuple[Install, ...]) -> None:
-        """Tells the device about newly admitted slots, at most one install program's worth."""
-        packed = pack_install(installs, self.programs.install_shape)
+    def install(self, packed: np.ndarray) -> None:
+        """Tells the device about newly admitted slots: one run of the install program."""
         if self.settings.lane == "eager":
             with jax.disable_jit():
                 self.state = make_install(self.programs.install_shape)(self.state, packed)
@@ -310,10 +339,10 @@ class Runner:
 
 
 def _group_config(
-    spec: CacheSpec, group: CacheGroup | RecurrentGroup, num_pages: int, num_states: int
+    spec: CacheSpec, group: PagedGroup | RecurrentGroup, num_pages: int, num_states: int
 ) -> GroupConfig:
     """What the scheduler knows of a cache group."""
-    if isinstance(group, CacheGroup):
+    if isinstance(group, PagedGroup):
         return GroupConfig(num_pages, group.page_size, group.window, group.prefix_cacheable)
     tokens = spec.snapshot_tokens(group)
     return GroupConfig(num_states, tokens, None, group.prefix_cacheable, is_recurrent=True)

@@ -123,6 +123,7 @@ def _shapes(
             max_slots=settings.max_slots,
             max_model_len=settings.max_model_len,
             vocab_size=model.vocab_size,
+            table_width=settings.ladder.widths[-1],
             pools=spec.pool_shapes(num_pages),
             states=spec.state_shapes(num_states or _num_states(settings, spec)),
         ),
@@ -156,6 +157,8 @@ def _install_shape(settings: Settings, model: Model) -> InstallShape:
         max_slots=settings.max_slots,
         max_model_len=settings.max_model_len,
         vocab_size=model.vocab_size,
+        num_groups=len(model.cache_spec(settings.page_size, settings.dtype).paged),
+        table_width=settings.ladder.widths[-1],
     )
 
 

@@ -42,6 +42,7 @@ class StepState:
     last_tokens: jax.Array  # i32[max_slots + 1], id sampled last; -1 until a slot's own prefill
     num_tokens: jax.Array  # i32[max_slots + 1], tokens with KV
     history: jax.Array  # i32[max_slots + 1, max_model_len], ids of each slot
+    page_tables: tuple[jax.Array, ...]  # per paged group i32[max_slots + 1, W], 0 is trash
     tables: SamplingTables  # [max_slots + 1, ...]
     counters: jax.Array  # i32[2], rows whose first id came from the device, from the host
     pools: tuple[tuple[jax.Array, ...], ...]  # per paged group, per layer
@@ -55,6 +56,8 @@ class StateShape:
     max_slots: int
     max_model_len: int
     vocab_size: int
+    table_width: int
+    """Pages of one slot's table."""
     pools: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     states: tuple[tuple[jax.ShapeDtypeStruct, ...], ...] = ()
 
@@ -71,6 +74,7 @@ class StateShape:
             last_tokens=ids((slots,), -1).at[self.max_slots].set(0),
             num_tokens=ids((slots,), 0),
             history=ids((slots, self.max_model_len), 0),
+            page_tables=tuple(ids((slots, self.table_width), 0) for _ in self.pools),
             tables=SamplingTables(
                 bias_ids=ids((slots, LIMITS.logit_bias), self.vocab_size),
                 bias_values=jnp.zeros((slots, LIMITS.logit_bias), jnp.float32),
@@ -128,8 +132,27 @@ def _any_in_row(is_flagged: jax.Array, batch: Batch) -> jax.Array:
     return counts > 0
 
 
-def lay_out(key: ProgramKey, tiling: Tiling, packed: Packed, num_tokens: jax.Array) -> Batch:
-    """Positions, rows and lengths of every token, from query lengths and the state's lengths."""
+def set_pages(
+    tables: tuple[jax.Array, ...], changes: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Writes i32[3, n] (slots, places, pages) into each group's table; a slot past the end drops.
+
+    Named entries are distinct.
+    """
+    return tuple(
+        table.at[slots, places].set(pages, mode="drop")
+        for table, (slots, places, pages) in zip(tables, changes, strict=True)
+    )
+
+
+def lay_out(
+    key: ProgramKey,
+    tiling: Tiling,
+    packed: Packed,
+    num_tokens: jax.Array,
+    page_tables: tuple[jax.Array, ...],
+) -> Batch:
+    """Positions, rows and lengths of every token, from query lengths and the state's columns."""
     starts = num_tokens.at[packed.slots].get(mode="clip")
     ends = jnp.cumsum(packed.q_lens, dtype=jnp.int32)
     cu_q_lens = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
@@ -149,7 +172,9 @@ def lay_out(key: ProgramKey, tiling: Tiling, packed: Packed, num_tokens: jax.Arr
         kv_lens=jnp.where(packed.q_lens > 0, starts + packed.q_lens, 0),
         cu_q_lens=cu_q_lens,
         num_decode=packed.num_decode,
-        page_tables=packed.page_tables,
+        page_tables=tuple(
+            table.at[packed.slots].get(mode="clip")[:, : key.width] for table in page_tables
+        ),
         is_decode=key.is_decode,
         max_chunk_rows=key.max_chunk_rows,
         tiling=tiling,
@@ -337,7 +362,10 @@ def make_step(
         params: Any, state: StepState, flat: jax.Array, embeddings: jax.Array | None = None
     ) -> tuple[StepState, jax.Array]:
         prompt_ids, packed = parts.unpack(flat)
-        batch = lay_out(key, tiling, packed, state.num_tokens)
+        state = dataclasses.replace(
+            state, page_tables=set_pages(state.page_tables, packed.page_changes)
+        )
+        batch = lay_out(key, tiling, packed, state.num_tokens, state.page_tables)
         resolved = parts.resolve_ids(prompt_ids, state.last_tokens, packed, batch)
         embedded = dataclasses.replace(batch, embeddings=embeddings)
         hidden, cache = parts.forward(
@@ -398,8 +426,11 @@ def make_install(
             return old.at[slots].set(new, mode="drop")
 
         tables = state.tables
+        changes = tuple(parts[f"page_changes_{g}"] for g in range(shape.num_groups))
+        empty = jnp.zeros((shape.rows, shape.table_width), jnp.int32)
         return dataclasses.replace(
             state,
+            page_tables=set_pages(tuple(put(t, empty) for t in state.page_tables), changes),
             last_tokens=put(state.last_tokens, jnp.full_like(slots, -1)),
             num_tokens=put(state.num_tokens, parts["num_cached"]),
             history=put(state.history, parts["history"]),

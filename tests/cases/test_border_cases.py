@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig, Limits
 from engine.execution.buckets import ProgramKey
-from engine.execution.packing import pack
+from engine.execution.packing import check
 from engine.request import SamplingParams
 from engine.serving.frontend import Frontend
 from tests.scheduling.driver import Driver, config, request
@@ -59,7 +59,7 @@ def test_id_without_an_embedding_row_is_never_packed(bad):
         sampler="full",
         max_chunk_rows=4,
     )
-    assert pack(schedule, key, max_slots=5, vocab_size=11).size > 0
+    check(schedule, key, max_slots=5, vocab_size=11)
     schedule.token_ids[1] = bad
     with pytest.raises(ValueError, match=rf"token ids must lie in \[0, 11\), got .*{bad}"):
-        pack(schedule, key, max_slots=5, vocab_size=11)
+        check(schedule, key, max_slots=5, vocab_size=11)

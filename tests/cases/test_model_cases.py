@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from engine.execution.buckets import ProgramKey
 from engine.execution.packing import Packed
 from engine.execution.step import lay_out
-from models import attention, checkpoint, decoder, layers, registry
+from models import attention, checkpoint, decoder_config, layers, registry
 from models.batch import Batch, Tiling
 from models.cache import open_cache
 from models.layers import RopeConfig
@@ -131,7 +131,7 @@ def llama3_frequencies(head_dim: int) -> list[float]:
 
 
 def test_llama_31_frequencies_equal_the_rule_in_float64():
-    rope = decoder.parse_rope(LLAMA_31, head_dim=128, max_positions=131072)
+    rope = decoder_config.parse_rope(LLAMA_31, head_dim=128, max_positions=131072)
     expected = llama3_frequencies(128)
     plain = RopeConfig(theta=500000.0, head_dim=128).inverse_frequencies()
     ratios = plain / np.array(expected)
@@ -169,7 +169,7 @@ OLD = {"type": "linear", "factor": 4.0}
     ids=str,
 )
 def test_rope_settings_are_read_under_every_name_they_had(config, expected):
-    rope = decoder.parse_rope(config, head_dim=16, max_positions=4096)
+    rope = decoder_config.parse_rope(config, head_dim=16, max_positions=4096)
     assert {name: getattr(rope, name) for name in expected} == expected
 
 
@@ -178,13 +178,13 @@ def test_rope_settings_are_read_under_every_name_they_had(config, expected):
 def test_rope_scaling_without_code_is_refused_by_name(key, kind):
     config = {"rope_scaling": {key: kind, "factor": 4.0}}
     with pytest.raises(ValueError, match=f"rope scaling '{kind}' is not supported; known: "):
-        decoder.parse_rope(config, head_dim=16, max_positions=4096)
+        decoder_config.parse_rope(config, head_dim=16, max_positions=4096)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
 def test_rope_scaling_without_its_factor_is_refused_by_name(kind):
     with pytest.raises(ValueError, match="factor"):
-        decoder.parse_rope({"rope_scaling": {"type": kind}}, head_dim=16, max_positions=4096)
+        decoder_config.parse_rope({"rope_scaling": {"type": kind}}, head_dim=16, max_positions=4096)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -233,10 +233,11 @@ def decode_batch(num_tokens: tuple[int, ...]) -> Batch:
         slots=jnp.arange(rows, dtype=jnp.int32),
         q_lens=jnp.ones(rows, jnp.int32),
         kinds=jnp.zeros(rows, jnp.int32),
-        page_tables=(jnp.zeros((rows, 1), jnp.int32),),
+        page_changes=(jnp.zeros((3, 0), jnp.int32),),
         sampling=None,
     )
-    return lay_out(key, Tiling(), packed, jnp.asarray(np.array([*num_tokens, 0], np.int32)))
+    tables = (jnp.zeros((rows + 1, 1), jnp.int32),)
+    return lay_out(key, Tiling(), packed, jnp.asarray(np.array([*num_tokens, 0], np.int32)), tables)
 
 
 def test_positions_and_lengths_count_past_sixteen_bits():

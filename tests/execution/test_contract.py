@@ -250,8 +250,8 @@ def test_packed_batch_read_beside_unpack_is_refused(runner, key, monkeypatch):
             return jitted
         return lambda flat: flats.append(flat) or jitted(flat)
 
-    def shifted(key, tiling, packed, num_tokens):
-        return lay_out(key, tiling, packed, num_tokens + flats[-1][0])
+    def shifted(key, tiling, packed, num_tokens, tables):
+        return lay_out(key, tiling, packed, num_tokens + flats[-1][0], tables)
 
     monkeypatch.setattr(steps, "_named", recording)
     monkeypatch.setattr(steps, "lay_out", shifted)

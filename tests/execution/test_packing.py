@@ -10,7 +10,15 @@ import pytest
 
 from engine.config import LIMITS
 from engine.execution import packing
-from engine.execution.packing import InstallShape, batch_ranges, output_ranges, pack, unpack
+from engine.execution.packing import (
+    InstallShape,
+    batch_ranges,
+    carried_pages,
+    output_ranges,
+    pack,
+    unpack,
+)
+from engine.execution.page_tables import DeviceTables
 from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import SAMPLING_COLUMNS, Install, RowKind
 from tests.execution import toys
@@ -23,12 +31,11 @@ GROUP = GroupConfig(num_pages=20, page_size=4)
 MIXED_ROWS = [(3, LATE, [0], 5), (1, DECODE, [10], 2), (0, LAST_CHUNK, [4, 5, 6], 0)]
 
 
-def packed(schedule, key, **fields) -> np.ndarray:
-    return pack(
-        schedule,
-        key,
-        **({"max_slots": MAX_SLOTS, "vocab_size": VOCAB, "groups": (GROUP,)} | fields),
-    )
+def packed(schedule, key, groups=(GROUP,)) -> np.ndarray:
+    packing.check(schedule, key, max_slots=MAX_SLOTS, vocab_size=VOCAB, groups=groups)
+    held = DeviceTables(MAX_SLOTS, 4, len(schedule.page_tables))
+    changes = held.changes(schedule, carried_pages(key))
+    return pack(schedule, key, max_slots=MAX_SLOTS, page_changes=changes.within)
 
 
 def with_columns(schedule):
@@ -81,10 +88,16 @@ def test_schedule_arrives_on_the_device_as_it_was(key, rows):
     )
     np.testing.assert_array_equal(arrived.q_lens, [*schedule.q_lens, *padding])
     np.testing.assert_array_equal(arrived.kinds, [*schedule.kinds, *padding])
-    (table,) = arrived.page_tables
-    assert table.shape == (key.rows, key.width)
-    np.testing.assert_array_equal(table[:n, :3], schedule.page_tables[0])
-    assert not table[n:].any() and not table[:, 3:].any()
+    (changes,) = arrived.page_changes
+    assert changes.shape == (3, carried_pages(key))
+    owned = [
+        (slot, place, page)
+        for slot, table in zip(schedule.slots, schedule.page_tables[0], strict=True)
+        for place, page in enumerate(table)
+    ]
+    num_carried = min(len(owned), carried_pages(key))
+    assert changes.T[:num_carried].tolist() == [list(entry) for entry in owned[:num_carried]]
+    assert (changes[0, num_carried:] == MAX_SLOTS + 1).all()
     if key.sampler == "greedy":
         assert arrived.sampling is None
         return
@@ -104,12 +117,16 @@ def test_kinds_are_told_apart_on_the_device():
     assert arrived.has(RowKind.SCORES).tolist() == [False] * 4
 
 
-def test_every_group_has_a_table_of_its_own():
+def test_every_group_has_entries_of_its_own():
     key = toys.decode_key()
     tables = (np.array([[1, 2]], np.int32), np.array([[3, 0]], np.int32))
     schedule = schedule_of([(2, LATE, [0], 3)], page_tables=tables)
     _, arrived = unpack(key, 2, jnp.asarray(packed(schedule, key, groups=(GROUP, GROUP))))
-    assert [table.tolist() for table in arrived.page_tables] == [[[1, 2], [0, 0]], [[3, 0], [0, 0]]]
+    past_end = MAX_SLOTS + 1
+    assert [changes.T.tolist() for changes in arrived.page_changes] == [
+        [[2, 0, 1], [2, 1, 2]],
+        [[2, 0, 3], [past_end, 0, 0]],
+    ]
 
 
 def test_ranges_lie_one_after_another_and_prompt_ids_come_last():
@@ -327,7 +344,11 @@ def test_a_decode_row_of_several_tokens_has_as_many_samples():
 
 # --- install ---
 
-SHAPE = InstallShape(rows=3, max_slots=MAX_SLOTS, max_model_len=8, vocab_size=VOCAB)
+SHAPE = InstallShape(
+    rows=3, max_slots=MAX_SLOTS, max_model_len=8, vocab_size=VOCAB, num_groups=2, table_width=2
+)
+ENTRIES = np.array([[4, 4, 0], [0, 1, 0], [7, 8, 9]], np.int32)
+NO_ENTRIES = np.zeros((3, 0), np.int32)
 
 
 def test_install_lays_out_every_table_and_leaves_unused_rows_harmless():
@@ -341,7 +362,7 @@ def test_install_lays_out_every_table_and_leaves_unused_rows_harmless():
         allowed_ids=(4, 5, 6),
     )
     bare = Install(0, np.array([1], np.int32), 0, (), (), (), ())
-    flat = packing.pack_install((full, bare), SHAPE)
+    flat = packing.pack_install((full, bare), (ENTRIES, NO_ENTRIES), SHAPE)
     parts = {
         name: np.asarray(value)
         for name, value in packing.install_ranges(SHAPE).read(jnp.asarray(flat)).items()
@@ -359,6 +380,9 @@ def test_install_lays_out_every_table_and_leaves_unused_rows_harmless():
     for name in ("stop_ids", "allowed_ids", "bias_ids"):
         assert (parts[name][1:] == VOCAB).all()
     # Bad words end where the next id would stand.
+    assert parts["page_changes_0"][:, :3].tolist() == ENTRIES.tolist()
+    assert parts["page_changes_0"][0, 3:].tolist() == [MAX_SLOTS + 1] * 3
+    assert parts["page_changes_1"][0].tolist() == [MAX_SLOTS + 1] * 6
     width = LIMITS.bad_word_ids
     assert parts["bad_words"][0, 0].tolist() == [-1] * (width - 1) + [8]
     assert parts["bad_words"][0, 1].tolist() == [-1] * (width - 3) + [1, 2, 3]
@@ -375,6 +399,40 @@ def test_install_at_every_bound_fits():
         bad_words=((1,) * LIMITS.bad_word_ids,) * LIMITS.bad_words,
         allowed_ids=(3,) * LIMITS.allowed_ids,
     )
-    parts = packing.install_ranges(SHAPE).views(packing.pack_install((install,) * 3, SHAPE))
+    flat = packing.pack_install((install,) * 3, (np.repeat(ENTRIES, 2, axis=1),) * 2, SHAPE)
+    parts = packing.install_ranges(SHAPE).views(flat)
     assert (parts["stop_ids"] == 3).all() and (parts["allowed_ids"] == 3).all()
     assert (parts["bad_words"] == 1).all() and parts["history"].tolist() == [list(range(8))] * 3
+
+
+def runs(num_installs, num_entries):
+    """Slots and pages of each run of the install program."""
+    installs = tuple(
+        Install(slot, np.array([1], np.int32), 0, (), (), (), ()) for slot in range(num_installs)
+    )
+    entries = np.arange(num_entries, dtype=np.int32)[None].repeat(3, axis=0)
+    found = []
+    for flat in packing.pack_installs(installs, (entries, NO_ENTRIES), SHAPE):
+        parts = packing.install_ranges(SHAPE).views(flat)
+        slots, pages = parts["slots"], parts["page_changes_0"]
+        found.append((slots[slots <= 5].tolist(), pages[2, pages[0] <= MAX_SLOTS].tolist()))
+    return found
+
+
+def test_pages_are_written_once_the_last_slot_is_installed():
+    assert runs(0, 0) == []
+    assert runs(2, 0) == [([0, 1], [])]
+    assert runs(0, 2) == [([], [0, 1])]
+    assert runs(5, 3) == [([0, 1, 2], []), ([3, 4], [0, 1, 2])]
+
+
+def test_more_pages_than_one_run_takes_go_on_in_runs_of_their_own():
+    shape = dataclasses.replace(SHAPE, max_slots=99)
+    entries = np.arange(14, dtype=np.int32)[None].repeat(3, axis=0)
+    found = packing.pack_installs((), (NO_ENTRIES, entries), shape)
+    views = [packing.install_ranges(shape).views(flat)["page_changes_1"] for flat in found]
+    assert [view[2, view[0] <= 99].tolist() for view in views] == [
+        list(range(6)),
+        list(range(6, 12)),
+        [12, 13],
+    ]

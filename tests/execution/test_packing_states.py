@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine.execution.packing import batch_ranges, pack, unpack
+from engine.execution.packing import batch_ranges, check, pack, unpack
 from engine.scheduling.config import GroupConfig
 from tests.execution import toys
 from tests.execution.toys import DECODE, LAST_CHUNK, LATE, schedule_of
@@ -18,7 +18,10 @@ ROWS = [(3, LATE, [0], 5), (1, DECODE, [10], 2), (0, LAST_CHUNK, [4, 5, 6], 0)]
 
 def packed(*state_ids, groups=(PAGES, STATES), key=None) -> np.ndarray:
     schedule = schedule_of(ROWS, state_ids=tuple(np.array(ids, np.int32) for ids in state_ids))
-    return pack(schedule, key or toys.mixed_key(), max_slots=5, vocab_size=11, groups=groups)
+    key = key or toys.mixed_key()
+    check(schedule, key, max_slots=5, vocab_size=11, groups=groups)
+    no_changes = (np.zeros((3, 0), np.int32),) * len(schedule.page_tables)
+    return pack(schedule, key, max_slots=5, page_changes=no_changes)
 
 
 def test_state_ids_of_every_group_arrive_and_padding_rows_name_the_trash():

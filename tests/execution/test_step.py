@@ -10,6 +10,7 @@ import pytest
 
 from engine.execution import step as steps
 from engine.execution.packing import InstallShape, pack, pack_install, unpack
+from engine.execution.page_tables import DeviceTables
 from engine.execution.step import StateShape
 from engine.scheduling.schedule import Install
 from kernels.attention import reference
@@ -27,6 +28,7 @@ SHAPE = StateShape(
     max_slots=MAX_SLOTS,
     max_model_len=LENGTH,
     vocab_size=VOCAB,
+    table_width=4,
     pools=((jax.ShapeDtypeStruct((4, 1, 2, 4, 8), jnp.float32),),),
 )
 
@@ -34,12 +36,21 @@ SHAPE = StateShape(
 def arranged(rows, key):
     """(ids, packed, batch) of a step as its program sees them."""
     schedule = schedule_of(rows)
-    flat = pack(schedule, key, max_slots=MAX_SLOTS, vocab_size=VOCAB)
+    (entries,) = DeviceTables(MAX_SLOTS, 4, 1).changes(schedule, 99).within
+    flat = pack(schedule, key, max_slots=MAX_SLOTS, page_changes=(entries[:, :0],))
     ids, packed = unpack(key, 1, jnp.asarray(flat))
+    tables = steps.set_pages(SHAPE.fresh().page_tables, (jnp.asarray(entries),))
     num_tokens = np.full(MAX_SLOTS + 1, 99, np.int32)  # the padding slot's too: never used
     for slot, _, _, length in rows:
         num_tokens[slot] = length
-    return ids, packed, steps.lay_out(key, TILING, packed, jnp.asarray(num_tokens))
+    return ids, packed, steps.lay_out(key, TILING, packed, jnp.asarray(num_tokens), tables)
+
+
+def test_rows_see_the_pages_of_their_slots_and_padding_rows_the_trash():
+    key = toys.decode_key(rows=4, width=2)
+    _, _, batch = arranged([(3, LATE, [0], 5), (1, DECODE, [10], 2)], key)
+    (table,) = batch.page_tables
+    assert table.tolist() == [[10, 11], [4, 5], [0, 0], [0, 0]]
 
 
 def resolved(rows, key, last_tokens):
@@ -264,7 +275,17 @@ def test_install_writes_its_slots_alone():
         num_tokens=np.arange(30, 36, dtype=np.int32),
         history=np.full((MAX_SLOTS + 1, LENGTH), 77, np.int32),
     )
-    shape = InstallShape(rows=3, max_slots=MAX_SLOTS, max_model_len=LENGTH, vocab_size=VOCAB)
+    tables = np.arange(24, dtype=np.int32).reshape(6, 4)
+    state = dataclasses.replace(state, page_tables=(jnp.asarray(tables),))
+    shape = InstallShape(
+        rows=3,
+        max_slots=MAX_SLOTS,
+        max_model_len=LENGTH,
+        vocab_size=VOCAB,
+        num_groups=1,
+        table_width=4,
+    )
+    entries = np.array([[3, 1], [1, 0], [17, 18]], np.int32)
     install = Install(
         slot=3,
         known_ids=np.array([5, 6, 7], np.int32),
@@ -275,10 +296,13 @@ def test_install_writes_its_slots_alone():
         allowed_ids=(4, 5),
     )
     after = jax.device_get(
-        jax.jit(steps.make_install(shape))(state, pack_install((install,), shape))
+        jax.jit(steps.make_install(shape))(state, pack_install((install,), (entries,), shape))
     )
     assert after.last_tokens.tolist() == [20, 21, 22, -1, 24, 25]
     assert after.num_tokens.tolist() == [30, 31, 32, 2, 34, 35]
+    # The slot's old pages are gone before the new ones are written.
+    tables[3], tables[1, 0] = [0, 17, 0, 0], 18
+    assert after.page_tables[0].tolist() == tables.tolist()
     assert after.history[3].tolist() == [5, 6, 7, *[0] * (LENGTH - 3)]
     assert (np.delete(after.history, 3, axis=0) == 77).all()
     assert after.tables.stop_ids[3, :2].tolist() == [1, VOCAB]

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.execution import plan as planning
+from engine.execution import remembered
 from engine.execution.buckets import ProgramKey
 from engine.execution.packing import InstallShape, output_ranges
 from engine.execution.programs import (
@@ -208,14 +209,21 @@ def _probe_temporaries(settings: Settings, model: Model, mesh: Any) -> int:
     tokens: it holds every part of the others. Layers use the same memory one after another:
     Qwen3-8B at 256 rows needs 551, 580, 638 and 638 MiB with 2, 4, 8 and 16 layers (compiled for
     an H200). What is missed, the slack holds, and the programs that will run are checked against
-    this figure.
+    this figure, so that it may come from an earlier start.
     """
     shallow = model.first_layers(PROBE_LAYERS)
     shapes = _shapes(settings, shallow, mesh, num_pages=2, num_states=3)
     shapes = dataclasses.replace(shapes, compiler_options=settings.profile.probe_options)
     largest = settings.ladder.keys()[-1:]
-    programs = compile_programs(shapes, largest, _install_shape(settings, model), lambda *_: None)
-    return planning.temporaries_of(programs.steps.values())
+
+    def compiled() -> int:
+        shape = _install_shape(settings, model)
+        programs = compile_programs(shapes, largest, shape, lambda *_: None)
+        return planning.temporaries_of(programs.steps.values())
+
+    about = (largest, shallow.registration.architecture, shallow.config, shapes.state)
+    about += (shapes.tiling, dict(shapes.compiler_options), settings.dtype)
+    return remembered.figure("temporaries", about, compiled)
 
 
 def _output_bytes(key: ProgramKey) -> int:

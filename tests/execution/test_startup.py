@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from engine.execution import plan, startup
@@ -60,6 +61,22 @@ def test_probes_stand_for_a_deeper_model(monkeypatch, probed):
         assert runner.plan.num_pages == most
     finally:
         runner.close()
+
+
+def test_second_start_of_the_same_code_probes_nothing(monkeypatch, probed, tmp_path):
+    profile_that_leaves_pools_to_the_plan(monkeypatch, PROBE_SLACK + 16 * MIB)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        plans = []
+        for _ in range(2):
+            runner = start_deep_llama(num_layers=5)
+            plans.append(runner.plan)
+            runner.close()
+        assert [layers for layers, _ in probed] == [startup.PROBE_LAYERS, 5, 5]
+        assert plans[0] == plans[1]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_first_layers_keep_every_other_size():

@@ -39,6 +39,8 @@ class DeviceProfile:
     """What the allocator may hand out."""
     pool_bytes: int | None
     """Bound of all pools; None: whatever the plan leaves."""
+    small_blocks: tuple[int, ...] = ()
+    """Sizes in bytes of the device blocks that a step's input and output go to, see `Runner`."""
 
 
 @dataclasses.dataclass(frozen=True)

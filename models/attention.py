@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -133,38 +135,52 @@ def _attend_pages(
         max_chunk_rows=batch.max_chunk_rows,
         kernels=tiling.kernels,
     )
-    return _add_decode_rows(out, q, pool, batch, page_table, scale, window)
 
-
-def _add_decode_rows(
-    out: jax.Array,
-    q: jax.Array,
-    pool: jax.Array,
-    batch: Batch,
-    page_table: jax.Array,
-    scale: float,
-    window: int | None,
-) -> jax.Array:
-    """Fills a mixed step's leading tokens, one per decode row, which `prefill` left at zero."""
-    num_rows = min(batch.kv_lens.shape[0], q.shape[0])
-    is_decode_row = jnp.arange(num_rows, dtype=jnp.int32) < batch.num_decode
-
-    def attend_decode_rows(out: jax.Array) -> jax.Array:
+    def decode_rows(num_rows: int, kv_lens: jax.Array) -> jax.Array:
         rows = api.decode(
             q[:num_rows, None],
             pool,
             page_table[:num_rows],
             batch.positions[:num_rows, None],
-            jnp.where(is_decode_row, batch.kv_lens[:num_rows], 0),
+            kv_lens,
             scale=scale,
             window=window,
-            block_pages=batch.tiling.block_pages,
-            block_bytes=batch.tiling.block_bytes,
-            kernels=batch.tiling.kernels,
-        )[:, 0]
+            block_pages=tiling.block_pages,
+            block_bytes=tiling.block_bytes,
+            kernels=tiling.kernels,
+        )
+        return rows[:, 0]
+
+    # A kernel skips rows without keys at once; a branch would cost launches and compile time.
+    return with_decode_rows(out, batch, decode_rows, has_branch=tiling.kernels != "mosaic")
+
+
+def with_decode_rows(
+    out: jax.Array,
+    batch: Batch,
+    attend_rows: Callable[[int, jax.Array], jax.Array],
+    *,
+    has_branch: bool,
+) -> jax.Array:
+    """Fills a mixed step's leading tokens, one per decode row, which `prefill` left at zero.
+
+    Args:
+      out: [T, N, H].
+      batch: rows of the step.
+      attend_rows: attends the first rows, with i32[rows] kv_lens of which 0 marks those that are
+        no decode rows -> [rows, N, H].
+      has_branch: a step without decode rows does not call attend_rows.
+
+    Returns:
+      [T, N, H].
+    """
+    num_rows = min(batch.kv_lens.shape[0], out.shape[0])
+    is_decode_row = jnp.arange(num_rows, dtype=jnp.int32) < batch.num_decode
+
+    def fill(out: jax.Array) -> jax.Array:
+        rows = attend_rows(num_rows, jnp.where(is_decode_row, batch.kv_lens[:num_rows], 0))
         return out.at[:num_rows].set(jnp.where(is_decode_row[:, None, None], rows, out[:num_rows]))
 
-    if batch.tiling.kernels == "mosaic":
-        # A kernel skips rows without keys at once; a branch would cost launches and compile time.
-        return attend_decode_rows(out)
-    return jax.lax.cond(batch.num_decode > 0, attend_decode_rows, lambda out: out, out)
+    if not has_branch:
+        return fill(out)
+    return jax.lax.cond(batch.num_decode > 0, fill, lambda out: out, out)

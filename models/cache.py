@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kernels.mla import reference as mla_reference
 from kernels.qkv import reference
 from models.batch import Batch
 
@@ -39,9 +40,53 @@ class CacheGroup:
         return (self.num_kv_heads, 2, self.page_size, self.head_dim)
 
     @property
+    def partition(self) -> tuple[str | None, ...]:
+        """Mesh axis per dimension of a pool: kv heads are cut."""
+        return (None, "tensor")
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group."""
         return len(self.layers) * math.prod(self.page_shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentGroup:
+    """A paged cache of one entry per token that all heads share, with one pool per layer."""
+
+    layers: tuple[int, ...]
+    """Layers that own a pool of this group."""
+    entry_dim: int
+    """Values of one token: its latent, then its rotary key. Nothing else is kept of values."""
+    page_size: int
+    """Tokens of one page."""
+    dtype: str
+    prefix_cacheable: bool = True
+    kind: Literal["latent"] = "latent"
+
+    @property
+    def window(self) -> None:
+        """A query sees all positions before it."""
+        return None
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """[page_size, entry_dim]."""
+        return (self.page_size, self.entry_dim)
+
+    @property
+    def partition(self) -> tuple[str | None, ...]:
+        """Mesh axis per dimension of a pool: all heads read it, so every device has it whole."""
+        return ()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers of the group."""
+        return len(self.layers) * math.prod(self.page_shape) * jnp.dtype(self.dtype).itemsize
+
+
+PagedGroup = CacheGroup | LatentGroup
+"""A cache made of pages; `page_shape` alone decides what one holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +113,16 @@ class RecurrentGroup:
 class CacheSpec:
     """All groups of a registration."""
 
-    groups: tuple[CacheGroup | RecurrentGroup, ...]
+    groups: tuple[PagedGroup | RecurrentGroup, ...]
 
     def __post_init__(self) -> None:
         if not self.paged:
             raise ValueError("no group has pages; a model needs at least one that does")
 
     @property
-    def paged(self) -> tuple[CacheGroup, ...]:
+    def paged(self) -> tuple[PagedGroup, ...]:
         """Groups whose pools are made of pages, in the order of `Batch.page_tables`."""
-        return tuple(group for group in self.groups if isinstance(group, CacheGroup))
+        return tuple(group for group in self.groups if isinstance(group, PagedGroup))
 
     @property
     def recurrent(self) -> tuple[RecurrentGroup, ...]:
@@ -85,7 +130,7 @@ class CacheSpec:
         return tuple(group for group in self.groups if isinstance(group, RecurrentGroup))
 
     def pool_shapes(self, num_pages: int) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
-        """Shapes of every pool of pages: per group, per layer [num_pages, K, 2, page_size, H]."""
+        """Shapes of every pool of pages: per group, per layer [num_pages, *page_shape]."""
         return tuple(
             tuple(
                 jax.ShapeDtypeStruct((num_pages, *group.page_shape), jnp.dtype(group.dtype))
@@ -121,7 +166,7 @@ class Cache:
     """The pools during one step, and which tokens tried to store a value that is not finite."""
 
     pools: tuple[tuple[jax.Array, ...], ...]
-    """Per paged group, per layer [P, K, 2, page_size, H]."""
+    """Per paged group, per layer [P, *page_shape]."""
     is_nonfinite: jax.Array
     """bool[T]"""
     states: tuple[tuple[jax.Array, ...], ...] = ()
@@ -160,8 +205,29 @@ def write_kv(
     return pool, jnp.logical_and(batch.is_real, is_bad)
 
 
+def write_latents(
+    pool: jax.Array, entries: jax.Array, batch: Batch, page_table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Stores this step's entries of a latent group in their pages.
+
+    Values that are not finite are stored as 0, so a pool is finite by construction.
+
+    Args:
+      pool: [P, page_size, C].
+      entries: [T, C], the normed latent, then the rotated key.
+      batch: positions and rows; padding tokens go to the trash page.
+      page_table: i32[R, W] of the group.
+
+    Returns:
+      The pool and bool[T], True where a token's entry was not finite.
+    """
+    pages, offsets = kv_places(batch, page_table, pool.shape[1])
+    pool, is_bad = mla_reference.store(pool, entries, pages, offsets)
+    return pool, jnp.logical_and(batch.is_real, is_bad)
+
+
 def kv_places(batch: Batch, page_table: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Where a step's keys and values go: i32[T] pages, that of padding is trash, and offsets."""
+    """Where what a step's tokens leave goes: i32[T] pages, trash for padding, and offsets."""
     pages = page_table[batch.rows, batch.positions // page_size]
     return jnp.where(batch.is_real, pages, TRASH_PAGE), batch.positions % page_size
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -16,6 +17,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import traverse_util
+
+from models import block_fp8
+
+_LOG = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 # The limit of the safetensors format itself.
@@ -70,6 +75,8 @@ class Leaf:
     """None takes the model's dtype."""
     node: Callable[[Any], Any] = identity
     """Wraps the array, or its abstract shape, into its pytree node."""
+    parts_shape: tuple[int, ...] | None = None
+    """The same elements in the shape that the parts' indexes speak of; None: `shape`."""
     fan_in: int | None = None
     """Dummy weights are normal with std 1/sqrt(fan_in); None makes 1 + 0.1 x normal."""
 
@@ -130,6 +137,7 @@ class SafetensorsSource:
                     )
                 self._tensors[name] = tensor
         self._check_index(index or {})
+        self._scales = self._block_scales()
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         missing = [
@@ -143,27 +151,60 @@ class SafetensorsSource:
                 "names; copy the shards and their index again from one revision"
             )
 
+    def _block_scales(self) -> Mapping[str, str]:
+        """The name of its scales, for each weight that is stored as FP8 blocks."""
+        scales = {}
+        for name, tensor in self._tensors.items():
+            scale = self._tensors.get(name + block_fp8.SCALE_SUFFIX)
+            if tensor.dtype != "F8_E4M3" or scale is None:
+                continue
+            expected = block_fp8.scale_shape(tensor.shape)
+            if len(tensor.shape) != 2 or scale.shape != expected:
+                raise ValueError(
+                    f"tensor {name} is {list(tensor.shape)} but its scales are "
+                    f"{list(scale.shape)}, expected {list(expected)}, one per 128 x 128 block of "
+                    "a matrix; use a checkpoint with such scales"
+                )
+            scales[name] = name + block_fp8.SCALE_SUFFIX
+        if scales:
+            _LOG.warning(
+                "%s stored as FP8 blocks; they are dequantised to the model's dtype as they are "
+                "read and take its memory",
+                _listed(list(scales), "tensor"),
+            )
+        return scales
+
     def names(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every stored tensor."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        """Shape of every stored tensor; the scales of FP8 blocks belong to their weights."""
+        hidden = set(self._scales.values())
+        return {name: one.shape for name, one in self._tensors.items() if name not in hidden}
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """A read-only view of one tensor in its stored dtype; `dtype` changes nothing.
+        """A read-only view of one tensor in its stored dtype, or the values of its FP8 blocks.
+
+        `dtype` is that of the latter, float32 without one; to a view it changes nothing.
 
         Raises:
-          ValueError: the stored type is not one of float64, float32, float16, bfloat16.
+          ValueError: the stored type is not one of float64, float32, float16, bfloat16, and no
+            scales are stored with it.
         """
-        del dtype
-        tensor = self._tensors[name]
-        stored = STORED_DTYPES.get(tensor.dtype)
-        if stored is None:
+        scales = self._scales.get(name)
+        if scales is not None:
+            stored = self._view(name, np.dtype(np.uint8))
+            return block_fp8.dequantised(stored, self.read(scales), dtype or np.dtype(np.float32))
+        stored_dtype = STORED_DTYPES.get(self._tensors[name].dtype)
+        if stored_dtype is None:
             raise ValueError(
-                f"tensor {name} is stored as {tensor.dtype} but weights are read from "
-                f"{', '.join(STORED_DTYPES)}; use a checkpoint in one of these"
+                f"tensor {name} is stored as {self._tensors[name].dtype} but weights are read "
+                f"from {', '.join(STORED_DTYPES)}, and from F8_E4M3 with {name}"
+                f"{block_fp8.SCALE_SUFFIX}; use a checkpoint in one of these"
             )
-        array = np.frombuffer(
-            self._maps[tensor.file], stored, math.prod(tensor.shape), tensor.offset
-        )
+        return self._view(name, stored_dtype)
+
+    def _view(self, name: str, stored: np.dtype) -> np.ndarray:
+        tensor = self._tensors[name]
+        size = math.prod(tensor.shape)
+        array = np.frombuffer(self._maps[tensor.file], stored, size, tensor.offset)
         return array.reshape(tensor.shape)
 
 
@@ -409,8 +450,9 @@ def _load_leaf(
     put: Callable[[np.ndarray, Leaf], jax.Array],
 ) -> jax.Array:
     buffer = np.empty(leaf.shape, dtype)
+    view = buffer.reshape(leaf.parts_shape or leaf.shape)
     for part in leaf.parts:
-        region = buffer[part.index]
+        region = view[part.index]
         arranged = part.arrange(source.read(part.name, dtype))
         # numpy would stretch a smaller array over the region without a word.
         if arranged.shape != region.shape:
@@ -470,7 +512,7 @@ def _check_tensors(
 
 
 def _check_cover(path: str, leaf: Leaf) -> None:
-    whole = np.broadcast_to(np.empty((), np.bool_), leaf.shape)
+    whole = np.broadcast_to(np.empty((), np.bool_), leaf.parts_shape or leaf.shape)
     filled = sum(whole[part.index].size for part in leaf.parts)
     if filled != whole.size:
         names = [part.name for part in leaf.parts]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models import decoder
+from models import decoder, decoder_config, decoder_weights
 from models.checkpoint import Leaf
 from models.registry import Registration
 
-_NAMES = decoder.Names(
+_NAMES = decoder_weights.Names(
     input_norm="model.layers.{i}.attention_norm.weight",
     post_norm="model.layers.{i}.ffn_norm.weight",
     o="model.layers.{i}.attention.wo",
@@ -22,20 +22,20 @@ _NAMES = decoder.Names(
 )
 
 
-def parse_config(config: Mapping[str, Any]) -> decoder.DecoderConfig:
+def parse_config(config: Mapping[str, Any]) -> decoder_config.DecoderConfig:
     """`bias` covers wqkv and wo. Dynamic rope scales nothing inside max_position_embeddings."""
     has_bias = bool(config.get("bias", False))
-    return decoder.parse_config(config, qkv_bias=has_bias, output_bias=has_bias)
+    return decoder_config.parse_config(config, qkv_bias=has_bias, output_bias=has_bias)
 
 
-def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
+def leaves(config: decoder_config.DecoderConfig) -> Mapping[str, Leaf]:
     """InternLM2's own names; rows of wqkv are [kv head][q heads, k, v][head_dim]."""
-    return decoder.leaves(config, _NAMES)
+    return decoder_weights.leaves(config, _NAMES)
 
 
-def ignores(config: decoder.DecoderConfig, name: str) -> bool:
-    """See `decoder.ignores`."""
-    return decoder.ignores(config, name, _NAMES)
+def ignores(config: decoder_config.DecoderConfig, name: str) -> bool:
+    """See `decoder_weights.ignores`."""
+    return decoder_weights.ignores(config, name, _NAMES)
 
 
 REGISTRATION = Registration(
@@ -45,7 +45,7 @@ REGISTRATION = Registration(
     forward=decoder.forward,
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
-    example=decoder.EXAMPLE,
+    example=decoder_config.EXAMPLE,
     ignores=ignores,
     device_token_ids=True,
 )

@@ -66,6 +66,23 @@ class Rows:
         )
 
 
+@flax.struct.dataclass
+class PerHead:
+    """One matrix per head [N, in, out]."""
+
+    kernel: jax.Array
+
+    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+        """x [T, N, in] -> [T, N, out]."""
+        return jnp.einsum(
+            "TNI,NIO->TNO",
+            x,
+            self.kernel,
+            precision=matmul_precision(x.dtype),
+            preferred_element_type=out_dtype,
+        )
+
+
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     """Float32 operands are multiplied as float32 everywhere (a GPU would round them to TF32)."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -86,12 +103,19 @@ class RopeConfig:
 
     theta: float
     head_dim: int
+    """Dimensions that are rotated."""
     kind: str = "default"
-    """`default`, `linear` or `llama3`."""
+    """`default`, `linear`, `llama3` or `yarn`."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    beta_fast: float = 32.0
+    """Turns within original_length from which on yarn leaves a frequency as it is."""
+    beta_slow: float = 1.0
+    """Turns within original_length up to which yarn divides a frequency by the factor."""
+    amplitude: float = 1.0
+    """Multiplies cosines and sines."""
 
     def inverse_frequencies(self) -> np.ndarray:
         """f32[head_dim / 2]. llama3: Llama 3.1 model card and Hugging Face's rope utilities."""
@@ -99,6 +123,9 @@ class RopeConfig:
         base = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         if self.kind == "linear":
             return base / np.float32(self.factor)
+        if self.kind == "yarn":
+            kept = self._kept_by_yarn()
+            return base / np.float32(self.factor) * (1 - kept) + base * kept
         if self.kind != "llama3":
             return base
         wavelengths = 2 * math.pi / base
@@ -111,6 +138,24 @@ class RopeConfig:
         )
         is_short = wavelengths < self.original_length / self.high_freq_factor
         return np.where(is_short, base, scaled).astype(np.float32)
+
+    def _kept_by_yarn(self) -> np.ndarray:
+        """f32[head_dim / 2]: 1 where a frequency stays, 0 where it is divided, a ramp between."""
+
+        def index(turns: float) -> float:
+            """Of the frequency that turns so often within the original length."""
+            wavelength = self.original_length / (turns * 2 * math.pi)
+            return self.head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+        low = max(math.floor(index(self.beta_fast)), 0)
+        high = min(math.ceil(index(self.beta_slow)), self.head_dim - 1)
+        ramp = np.arange(self.head_dim // 2, dtype=np.float32) - np.float32(low)
+        return 1 - np.clip(ramp / np.float32(max(high - low, 1e-3)), 0, 1)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention with the context: 0.1 mscale ln(factor) + 1, at least 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @flax.struct.dataclass
@@ -125,7 +170,11 @@ def rotation(rope: RopeConfig, positions: jax.Array) -> Rotation:
     """Angles in float32 for i32[T] positions."""
     frequencies = jnp.asarray(rope.inverse_frequencies())
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    return Rotation(cos=jnp.cos(angles), sin=jnp.sin(angles))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.amplitude == 1:
+        return Rotation(cos, sin)
+    amplitude = jnp.float32(rope.amplitude)
+    return Rotation(cos * amplitude, sin * amplitude)
 
 
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:

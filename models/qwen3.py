@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models import decoder
+from models import decoder, decoder_config, decoder_weights
 from models.checkpoint import Leaf
 from models.registry import Registration
 
 
-def parse_config(config: Mapping[str, Any]) -> decoder.DecoderConfig:
-    """Refuses `use_sliding_window`, which no published Qwen3 sets."""
+def parse_config(config: Mapping[str, Any], **switches: Any) -> decoder_config.DecoderConfig:
+    """Refuses `use_sliding_window`, which no published Qwen3 sets; `switches` are a relative's."""
     if config.get("use_sliding_window"):
         raise ValueError("use_sliding_window is true; Qwen3 is served with full attention only")
-    return decoder.parse_config(
+    return decoder_config.parse_config(
         config,
         qkv_bias=bool(config.get("attention_bias", False)),
         output_bias=bool(config.get("attention_bias", False)),
         qk_norm=True,
+        **switches,
     )
 
 
-def leaves(config: decoder.DecoderConfig) -> Mapping[str, Leaf]:
+def leaves(config: decoder_config.DecoderConfig) -> Mapping[str, Leaf]:
     """Hugging Face names."""
-    return decoder.leaves(config, decoder.Names())
+    return decoder_weights.leaves(config, decoder_weights.Names())
 
 
-def ignores(config: decoder.DecoderConfig, name: str) -> bool:
-    """See `decoder.ignores`."""
-    return decoder.ignores(config, name, decoder.Names())
+def ignores(config: decoder_config.DecoderConfig, name: str) -> bool:
+    """See `decoder_weights.ignores`."""
+    return decoder_weights.ignores(config, name, decoder_weights.Names())
 
 
 REGISTRATION = Registration(
@@ -39,7 +40,7 @@ REGISTRATION = Registration(
     forward=decoder.forward,
     logits=decoder.logits,
     cache_spec=decoder.cache_spec,
-    example=decoder.EXAMPLE,
+    example=decoder_config.EXAMPLE,
     ignores=ignores,
     device_token_ids=True,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from models import block_fp8
 from models.batch import Batch
 from models.cache import Cache, CacheSpec
 from models.checkpoint import Leaf
@@ -53,6 +54,10 @@ class Registration:
     """
     max_rows: int | None = None
     """Most rows of one step this forward supports; None: any."""
+    first_layers: Callable[[Any, int], Any] = lambda config, depth: dataclasses.replace(
+        config, num_layers=depth
+    )
+    """first_layers(config, depth): the same with that many layers, one of each kind among them."""
 
     def __post_init__(self) -> None:
         if self.device_token_ids and self.host_embed is not None:
@@ -90,9 +95,9 @@ class Model:
         return self.registration.logits(self.config, params, hidden)
 
     def first_layers(self, num_layers: int) -> Model:
-        """The same architecture and sizes with at most `num_layers` layers."""
+        """The same architecture and sizes with at most `num_layers` layers, one of each kind."""
         depth = min(num_layers, self.config.num_layers)
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=depth))
+        return dataclasses.replace(self, config=self.registration.first_layers(self.config, depth))
 
     def leaves(self) -> Mapping[str, Leaf]:
         """Every parameter by dotted path."""
@@ -131,6 +136,9 @@ _FAMILIES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "models.qwen3",
     "MistralForCausalLM": "models.mistral",
     "InternLM2ForCausalLM": "models.internlm2",
+    "Qwen3MoeForCausalLM": "models.qwen3_moe",
+    "DeepseekV2ForCausalLM": "models.deepseek_v2",
+    "Glm4MoeLiteForCausalLM": "models.glm4_moe_lite",
 }
 
 
@@ -157,10 +165,12 @@ def of_config(config: Mapping[str, Any]) -> Model:
     """The model that a config.json describes.
 
     Raises:
-      ValueError: no or unknown architecture, or a field that is missing or unsupported.
+      ValueError: no or unknown architecture, a field that is missing or unsupported, or weights
+        quantised in a way that is not read.
     """
     names = config.get("architectures") or ()
     if not names:
         raise ValueError("config.json names no architecture; add the field 'architectures'")
     registration = get(names[0])
+    block_fp8.check_config(config)
     return registration.bind(registration.parse_config(config))

@@ -37,7 +37,8 @@ class ProgramShapes:
     """Pytree of jax.ShapeDtypeStruct with shardings."""
     replicated: jax.sharding.Sharding
     """Where packed arrays and small state leaves lie."""
-    pool_sharding: jax.sharding.Sharding
+    pool_shardings: tuple[jax.sharding.Sharding, ...]
+    """One for all pools of a paged group."""
     compiler_options: Mapping[str, Any]
     host_row: jax.ShapeDtypeStruct | None = None
     """One token's embedding [D] that the host makes; None: the forward embeds ids itself."""
@@ -57,7 +58,10 @@ class ProgramShapes:
         shapes = jax.eval_shape(self.state.fresh)
         small = dataclasses.replace(shapes, pools=())
         small = jax.tree.map(lambda s: self._placed(s, self.replicated), small)
-        pools = jax.tree.map(lambda s: self._placed(s, self.pool_sharding), shapes.pools)
+        pools = tuple(
+            tuple(self._placed(pool, sharding) for pool in group)
+            for group, sharding in zip(shapes.pools, self.pool_shardings, strict=True)
+        )
         return dataclasses.replace(small, pools=pools)
 
     def _placed(self, shape: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

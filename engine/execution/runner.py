@@ -224,9 +224,9 @@ class Runner:
         return unpack_output(launch.key, flat, launch.schedule.num_rows, launch.schedule.num_tokens)
 
     def reset_state(self) -> None:
-        """An empty state; what was in flight is void."""
+        """An empty state, waited for: a broken device says so here. What was in flight is void."""
         _delete(self.state)
-        self.state = self.programs.fresh()
+        self.state = jax.block_until_ready(self.programs.fresh())
         self._tables_held.reset()
 
     def enter_lane(self, lane: Lane, depth: int) -> None:

@@ -134,7 +134,7 @@ def _shapes(
             shardings=lambda leaf: sharding.named(mesh, leaf.partition),
         ),
         replicated=sharding.named(mesh),
-        pool_sharding=sharding.named(mesh, (None, "tensor")),
+        pool_shardings=tuple(sharding.named(mesh, group.partition) for group in spec.paged),
         compiler_options=settings.profile.compiler_options,
         host_row=_host_row(settings, model),
     )

@@ -12,6 +12,12 @@ _MASKED = -1e30  # finite: a row with no visible key yet must not turn into NaN
 Partial = tuple[jax.Array, jax.Array, jax.Array]
 # Of one or more blocks: highest score, sum of weights (both [B, K, QG, 1]), weighted values.
 
+Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""Keys [B, K, S, H] and values [B, K, S, H'] of i32[B, W] pages, tokens in order."""
+
+AttendTiles = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""q [B, Q, K, G, H], i32[B] rows, i32[B, Q] positions, i32[B] kv_lens -> f32 [B, Q, K, G, H']."""
+
 
 def decode(
     q: jax.Array,
@@ -96,14 +102,66 @@ def prefill(
     del kernels
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = pool.shape[1]
+    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+    def attend_tiles(
+        q: jax.Array, rows: jax.Array, positions: jax.Array, kv_lens: jax.Array
+    ) -> jax.Array:
+        table = page_table[rows]
+        return _attend(q, pool, table, positions, kv_lens, scale, window, block_pages, block_bytes)
+
+    out = over_tiles(
+        attend_tiles,
+        grouped,
+        positions,
+        kv_lens,
+        cu_q_lens,
+        num_decode,
+        value_dim=head_dim,
+        tile_tokens=tile_tokens,
+        tiles_at_once=tiles_at_once,
+        max_chunk_rows=max_chunk_rows,
+    )
+    return out.reshape(num_tokens, num_heads, head_dim)
+
+
+def over_tiles(
+    attend_tiles: AttendTiles,
+    q: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decode: jax.Array,
+    *,
+    value_dim: int,
+    tile_tokens: int,
+    tiles_at_once: int,
+    max_chunk_rows: int,
+) -> jax.Array:
+    """Cuts the chunks of a flat token batch into tiles of queries and attends those that hold any.
+
+    Args:
+      attend_tiles: attends some tiles; a lane without a query stands at position -1, and a tile
+        without any has kv_len 0.
+      q: [T, K, G, H]; tokens of a row are adjacent.
+      positions: i32[T].
+      kv_lens: i32[R].
+      cu_q_lens: i32[R + 1].
+      num_decode: i32[], leading rows that are not chunks.
+      value_dim: what attend_tiles gives of each head.
+      tile_tokens: queries of one tile, at most.
+      tiles_at_once: tiles of one call, at most.
+      max_chunk_rows: rows that can be chunks.
+
+    Returns:
+      [T, K, G, value_dim] in q's dtype; tokens that belong to no chunk are zero.
+    """
+    num_tokens = q.shape[0]
     tile_tokens = min(tile_tokens, num_tokens)
     num_tiles = -(-num_tokens // tile_tokens) + max_chunk_rows
     tiles_at_once = min(tiles_at_once, num_tiles)
     num_groups = -(-num_tiles // tiles_at_once)
-    tile_rows, tile_starts, tile_lens = _tiles(
-        cu_q_lens, num_decode, tile_tokens, num_groups * tiles_at_once
-    )
-    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    tiles = _tiles(cu_q_lens, num_decode, tile_tokens, num_groups * tiles_at_once)
     lanes = jnp.arange(tile_tokens, dtype=jnp.int32)
 
     def attend_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -111,17 +169,8 @@ def prefill(
         is_query = lanes[None, :] < lens[:, None]
         tokens = jnp.where(is_query, starts[:, None] + lanes[None, :], 0)
         tile_kv = jnp.where(lens > 0, kv_lens[rows], 0)
-        values = _attend(
-            grouped[tokens],
-            pool,
-            page_table[rows],
-            jnp.where(is_query, positions[tokens], -1),
-            tile_kv,
-            scale,
-            window,
-            block_pages,
-            block_bytes,
-        )
+        tile_positions = jnp.where(is_query, positions[tokens], -1)
+        values = attend_tiles(q[tokens], rows, tile_positions, tile_kv)
         # Lanes past a tile's end carry an index past the array, which the scatter drops.
         targets = jnp.where(is_query, tokens, num_tokens)
         return out.at[targets].set(values.astype(q.dtype), mode="drop"), None
@@ -131,14 +180,13 @@ def prefill(
             jnp.any(group[2] > 0), attend_group, lambda out, group: (out, None), out, group
         )
 
+    empty = jnp.zeros((*q.shape[:-1], value_dim), q.dtype)
     if num_groups == 1:
-        out, _ = attend_group(jnp.zeros_like(grouped), (tile_rows, tile_starts, tile_lens))
-        return out.reshape(num_tokens, num_heads, head_dim)
-    groups = jax.tree.map(
-        lambda x: x.reshape(num_groups, tiles_at_once), (tile_rows, tile_starts, tile_lens)
-    )
-    out, _ = jax.lax.scan(step, jnp.zeros_like(grouped), groups)
-    return out.reshape(num_tokens, num_heads, head_dim)
+        out, _ = attend_group(empty, tiles)
+        return out
+    groups = jax.tree.map(lambda x: x.reshape(num_groups, tiles_at_once), tiles)
+    out, _ = jax.lax.scan(step, empty, groups)
+    return out
 
 
 def _tiles(
@@ -173,11 +221,58 @@ def _attend(
     block_bytes: int,
 ) -> jax.Array:
     """q [B, Q, K, G, H] against the first kv_lens[B] tokens of each row -> f32 [B, Q, K, G, H]."""
-    batch, queries, num_kv_heads, group, head_dim = q.shape
-    page_size = pool.shape[3]
-    width = page_table.shape[1]
+    batch, _, num_kv_heads, _, head_dim = q.shape
     bytes_per_page = batch * pool[0].size * pool.dtype.itemsize
-    block_pages = max(1, min(block_pages, width, block_bytes // bytes_per_page))
+
+    def read(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kv = pool[pages]  # [B, W, K, 2, page_size, H]
+        kv = kv.transpose(0, 2, 3, 1, 4, 5).reshape(batch, num_kv_heads, 2, -1, head_dim)
+        return kv[:, :, 0], kv[:, :, 1]
+
+    return attend_read(
+        q,
+        read,
+        page_table,
+        positions,
+        kv_lens,
+        scale=scale,
+        window=window,
+        page_size=pool.shape[3],
+        block_pages=min(block_pages, block_bytes // bytes_per_page),
+    )
+
+
+def attend_read(
+    q: jax.Array,
+    read: Read,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    page_size: int,
+    block_pages: int,
+) -> jax.Array:
+    """Walks each row's pages block by block with a running softmax, in float32.
+
+    Args:
+      q: [B, Q, K, G, H].
+      read: keys and values of some pages.
+      page_table: i32[B, W].
+      positions: i32[B, Q]; a query at -1 sees nothing.
+      kv_lens: i32[B]; a row of 0 sees nothing.
+      scale: multiplies the scores.
+      window: positions a query sees, itself included; None: all before it.
+      page_size: tokens of one page.
+      block_pages: pages read at once, at most; fewer than 1 counts as 1.
+
+    Returns:
+      f32 [B, Q, K, G, H'], H' that of the values; zero for queries that see nothing.
+    """
+    batch, queries, num_kv_heads, group, head_dim = q.shape
+    width = page_table.shape[1]
+    block_pages = max(1, min(block_pages, width))
     num_blocks = -(-width // block_pages)
     table = jnp.pad(page_table, ((0, 0), (0, num_blocks * block_pages - width)))
     blocks = table.reshape(batch, num_blocks, block_pages).swapaxes(0, 1)
@@ -189,12 +284,11 @@ def _attend(
     query_at = query_at.reshape(batch, 1, queries * group, 1)
 
     def attend_block(start: jax.Array, pages: jax.Array) -> Partial:
-        kv = pool[pages]  # [B, W, K, 2, page_size, H]
-        kv = kv.transpose(0, 2, 3, 1, 4, 5).reshape(batch, num_kv_heads, 2, -1, head_dim)
+        keys, values = read(pages)
         scores = jnp.einsum(
             "BKQH,BKSH->BKQS",
             flat,
-            kv[:, :, 0],
+            keys,
             precision=precision,
             preferred_element_type=jnp.float32,
         ) * jnp.float32(scale)
@@ -205,14 +299,14 @@ def _attend(
         scores = jnp.where(is_visible, scores, _MASKED)
         high = scores.max(axis=-1, keepdims=True)
         weights = jnp.where(is_visible, jnp.exp(scores - high), 0.0)
-        values = jnp.einsum(
+        weighted = jnp.einsum(
             "BKQS,BKSH->BKQH",
             weights.astype(q.dtype),
-            kv[:, :, 1],
+            values,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return high, weights.sum(axis=-1, keepdims=True), values
+        return high, weights.sum(axis=-1, keepdims=True), weighted
 
     if num_blocks == 1:
         _, total, values = attend_block(jnp.int32(0), blocks[0])
@@ -221,7 +315,7 @@ def _attend(
     # Only rows that see no key have a total of 0; a NaN must stay one, so that its row is flagged.
     is_empty = total == 0
     out = jnp.where(is_empty, 0.0, values / jnp.where(is_empty, 1.0, total))
-    return out.reshape(batch, num_kv_heads, queries, group, head_dim).swapaxes(1, 2)
+    return out.reshape(batch, num_kv_heads, queries, group, -1).swapaxes(1, 2)
 
 
 def _walk(

@@ -40,6 +40,27 @@ def test_bound_of_qwen3_8b_on_an_h200(shape, name, expected):
     assert offline.rates(parsed, seconds)[name] == pytest.approx(expected, rel=2e-3)
 
 
+def test_a_mixture_of_experts_is_bound_by_the_experts_that_its_tokens_hit():
+    costs, ceilings = costs_of("qwen3_30b_a3b.json"), Ceilings.of("NVIDIA H200")
+    assert ceilings is not None
+    one = bound_seconds(costs, ceilings, Shape.parse("1x32+256"), max_rows=256)
+    assert offline.rates(Shape.parse("1x32+256"), one)["ms_per_output_step"] == pytest.approx(
+        1.3, abs=0.05
+    )
+    expert = 3 * 2048 * 768 * 2  # bytes of gate, up and down
+    assert costs.expert_bytes == 48 * 128 * expert
+    assert costs.read_bytes(1) - costs.weight_bytes == pytest.approx(48 * 8 * expert)
+    # 51.6 of 128 experts are hit by 8 tokens, nearly all by 256.
+    assert costs.read_bytes(8) - costs.weight_bytes == pytest.approx(48 * 51.6 * expert, rel=5e-3)
+    assert costs.read_bytes(256) == pytest.approx(costs.weight_bytes + costs.expert_bytes, rel=1e-6)
+
+
+def test_a_latent_cache_is_read_once_for_all_heads():
+    costs = costs_of("deepseek_v2_lite.json")
+    assert costs.kv_bytes == 27 * (512 + 64) * 2
+    assert costs.attention_flops == 27 * 16 * (192 + 128)
+
+
 def test_tied_embeddings_are_read_once_as_the_vocabulary_matrix():
     tied = costs_of("qwen3_8b.json", tie_word_embeddings=True)
     assert tied == costs_of("qwen3_8b.json")

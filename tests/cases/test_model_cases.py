@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from engine.execution.buckets import ProgramKey
@@ -327,5 +328,12 @@ def test_dtype_reaches_weights_hidden_states_and_cache_of_every_family(architect
         return params, hidden, cache.pools, model.logits(params, hidden)
 
     params, hidden, pools, logits = jax.eval_shape(traced)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves((params, hidden, pools))} == {dtype}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves((hidden, pools))} == {dtype}
+    flat = traverse_util.flatten_dict(params, sep=".")
+    for path, leaf in model.leaves().items():
+        # A router may keep to float32 whatever the rest has.
+        (array,) = jax.tree.leaves(flat[path])
+        assert str(array.dtype) == (leaf.dtype or dtype), path
+    own = {path.rpartition(".")[2] for path, leaf in model.leaves().items() if leaf.dtype}
+    assert own <= {"router", "router_bias"}
     assert logits.dtype == jnp.float32

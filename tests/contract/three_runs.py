@@ -33,8 +33,11 @@ ROWS = {
     "LlamaForCausalLM": "llama",
     "LlamaHostEmbedForCausalLM": "llama_host_embed",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "MistralForCausalLM": "mistral_swa",
     "InternLM2ForCausalLM": "internlm2",
+    "DeepseekV2ForCausalLM": "deepseek_v2_lite",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
 """The tiny checkpoint of every registration. One without a row fails the suite."""
 SYNC_ONLY = ("LlamaHostEmbedForCausalLM",)

@@ -24,3 +24,12 @@ def llama_core(tiny_llama: Path) -> Iterator[Core]:
     core = loop.start(tiny_llama, page_size=4, max_model_len=96)
     yield core
     core.close()
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Core]:
+    """The same with a mixture of experts."""
+    folder = tiny.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+    core = loop.start(folder, page_size=4, max_model_len=96)
+    yield core
+    core.close()

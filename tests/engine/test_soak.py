@@ -301,6 +301,25 @@ def test_the_same_soak_without_a_fault_is_green(llama_core):
     assert crowd.core.scheduler.num_audits > 500
 
 
+def test_a_mixture_of_experts_stays_sound_in_a_crowd(qwen3_moe_core):
+    crowd = soak(qwen3_moe_core, seed=13, num_requests=200)
+    assert crowd.core.runner.device_counters()[0] > 0
+    assert crowd.core.stats().preemptions > 0 and crowd.core.stats().prefix_hits > 0
+    assert_equal_to_solo_runs(crowd, every=5)
+
+
+def test_latents_stay_sound_in_a_crowd(tmp_path):
+    folder = tiny.write_checkpoint("deepseek_v2_lite", tmp_path / "model")
+    core = loop.start(folder, page_size=4, max_model_len=96)
+    try:
+        crowd = soak(core, seed=17, num_requests=60)
+        assert crowd.core.runner.device_counters()[0] > 0
+        assert crowd.core.stats().preemptions > 0 and crowd.core.stats().prefix_hits > 0
+        assert_equal_to_solo_runs(crowd, every=5)
+    finally:
+        core.close()
+
+
 def test_sync_lane_stays_sound_in_a_crowd(llama_core):
     crowd = soak(llama_core, seed=11, num_requests=200, ids_from_host=True)
     assert crowd.core.runner.device_counters()[0] == 0

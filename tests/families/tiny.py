@@ -22,6 +22,11 @@ NAMES = (
     "internlm2",
     "qwen3",
     "qwen3_tied",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "glm4_moe_lite_groups",
 )
 # An eps of 1e-5 or 1e-6 hides behind float32 rounding; these copies show a wrong one.
 EPS = 1e-3
@@ -106,8 +111,11 @@ def _make(label: str, shape: tuple[int, ...]) -> np.ndarray:
     generator = _generator(label)
     if label.endswith(".bias"):
         return np.float32(0.1) * generator.standard_normal(shape, np.float32)
+    if label.endswith(".e_score_correction_bias"):
+        return np.float32(0.5) * generator.random(shape, np.float32) - np.float32(0.25)
     if len(shape) == 1:
         return np.float32(0.6) + np.float32(0.8) * generator.random(shape, np.float32)
     is_embedding = label.endswith(("embed_tokens.weight", "tok_embeddings.weight"))
-    scale = np.float32(0.7 if is_embedding else shape[1] ** -0.5)
+    is_router = label.endswith(".mlp.gate.weight")
+    scale = np.float32(0.7 if is_embedding else (1.5 if is_router else 1.0) * shape[1] ** -0.5)
     return scale * generator.standard_normal(shape, np.float32)

@@ -7,7 +7,7 @@ Run apart, in an environment that has torch:
     ENV/bin/python tests/goldens/make.py PATH/SmolLM2-135M-Instruct.Q4_1.gguf [NAME ...]
 
 Older transformers are wrong for later families. Made with torch 2.13.0 (CPU) and
-transformers 5.24.0 on 2026-11-29.
+transformers 5.24.0 on 2026-11-29 and 30.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Assembles an op's kernels for Hopper and prints what ptxas says of them, as JSON.
 
-    python -m tests.kernels.assembled decode|prefill|qkv PLUGIN.so FOLDER
+    python -m tests.kernels.assembled decode|prefill|qkv|moe PLUGIN.so FOLDER
 
 Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from tests.kernels import prefill_cases, qkv_cases
+from tests.kernels import moe_cases, prefill_cases, qkv_cases
 from tests.kernels.decode_cases import Case
 
 FEW, MANY = (512,) * 3, (512,) * 130
@@ -55,6 +55,7 @@ OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "decode": (DECODE, lambda case: case.decode("mosaic")),
     "prefill": (PREFILL, lambda case: case.prefill("mosaic")),
     "qkv": (QKV, lambda case: case.prepare("mosaic")),
+    "moe": (moe_cases.KERNELS, lambda case: case.call()),
 }
 """Cases of each op, and the call that one stands for."""
 

@@ -61,7 +61,7 @@ def full_logits(
     out = []
     for start in range(0, split, chunk):
         some = ids[start : min(start + chunk, split)]
-        step = _prefill_step(len(spec.groups), table, start, len(some), chunk)
+        step = prefill_step(len(spec.groups), table, start, len(some), chunk)
         logits, pools = _run(model, params, pools, _padded(some, chunk), step)
         out.append(logits[: len(some)])
     for position in range(split, len(ids)):
@@ -103,7 +103,7 @@ def _padded(ids: np.ndarray, size: int) -> np.ndarray:
     return np.pad(ids, (0, size - len(ids)))
 
 
-def _prefill_step(num_groups: int, table: np.ndarray, start: int, count: int, size: int) -> Batch:
+def prefill_step(num_groups: int, table: np.ndarray, start: int, count: int, size: int) -> Batch:
     """One chunk of `count` tokens in a batch of `size`, one row."""
     token = np.arange(size, dtype=np.int32)
     return Batch(

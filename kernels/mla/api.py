@@ -1,0 +1,12 @@
+"""Paged multi-head latent attention: every new token attends to its own request's latents."""
+
+from __future__ import annotations
+
+from kernels.dispatch import Dispatch
+from kernels.mla import reference
+
+decode = Dispatch("mla.decode", [("reference", reference.decode)])
+"""Absorbed: rows of a fixed query length, in latents. See `reference.decode` for the contract."""
+
+prefill = Dispatch("mla.prefill", [("reference", reference.prefill)])
+"""Un-absorbed: chunks, latents expanded to heads. See `reference.prefill` for the contract."""

@@ -1,0 +1,113 @@
+"""Experts of many tokens on Hopper: tokens are grouped by expert and multiplied a tile at a time.
+
+One kernel copies each token to its experts' rows, two multiply tiles of them, and each token's
+outputs are then gathered, weighted and summed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.moe import products, tables
+from kernels.moe.products import Tile
+from kernels.mosaic import Ref, round_up
+
+
+def experts(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    kernels: str = "plain",
+) -> jax.Array:
+    """Every token's weighted sum over its experts' outputs; see `reference.experts`.
+
+    Outputs are rounded before they are weighted and summed, in float32, in the order of the
+    choices.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernels cover.
+    """
+    products.decline_unless_covered(x, gate_up, down, kernels)
+    num_tokens, top_k = expert_ids.shape
+    num_experts, hidden_size, width = down.shape
+    columns = _columns(num_tokens * top_k, num_experts)
+    num_tiles = _num_tiles(num_tokens * top_k, num_experts, columns)
+    padded = round_up(num_tokens, tables.SIDE)
+    ids, _ = tables.by_choice(expert_ids, weights, num_experts, padded)
+    tile_experts, upto, rows = tables.group(expert_ids, ids, num_experts, num_tiles, columns)
+    grouped = _dispatch(x, rows, num_tiles * columns)
+    first, second = (_tile(columns, rows) for rows in (2 * width, hidden_size))
+    hidden = products.gate_up(gate_up, grouped, tile_experts, upto, first)
+    outputs = products.down(down, hidden, tile_experts, upto, second)
+    return _combine(outputs, rows, weights)
+
+
+def _columns(size: int, num_experts: int) -> int:
+    """Tokens of a tile, by the mean rows of an expert. H200, 2026-11-29."""
+    mean = size / num_experts
+    return 32 if mean <= 32 else 64 if mean < 256 else 128
+
+
+def _tile(columns: int, rows: int) -> Tile:
+    consumers = 2 if rows % 256 == 0 else 1
+    return Tile(columns, consumers, 128 if rows % 128 == 0 else 64, is_late=columns > 32)
+
+
+def _num_tiles(size: int, num_experts: int, columns: int) -> int:
+    """How many there can be, or more: each expert may fill its last one with a single row."""
+    return max(tables.SIDE, (size + min(num_experts, size) * (columns - 1)) // columns)
+
+
+def _dispatch(x: jax.Array, rows: jax.Array, num_rows: int) -> jax.Array:
+    """Copies token t to `rows[t]`, where that is not -1 -> [num_rows, D]; others hold anything."""
+    num_tokens, hidden_size = x.shape
+    tokens = next(n for n in (8, 4, 2, 1) if num_tokens % n == 0)
+    panel = next(n for n in (256, 128, 64) if hidden_size % n == 0)
+    shape = (hidden_size // panel, panel)  # no side of a copy is over 256 long
+    kernel = plgpu.kernel(
+        functools.partial(_dispatch_kernel, tokens=tokens),
+        out_type=jax.ShapeDtypeStruct((num_rows, *shape), x.dtype),
+        kernel_name="moe_dispatch",
+        grid=(num_tokens // tokens,),
+        grid_names=("block",),
+        scratch_types=dict(staged=plgpu.SMEM((tokens, *shape), x.dtype), here=plgpu.Barrier()),
+    )
+    return kernel(x.reshape(num_tokens, *shape), rows).reshape(num_rows, hidden_size)
+
+
+def _dispatch_kernel(x: Ref, rows: Ref, out: Ref, *, staged: Ref, here: Ref, tokens: int) -> None:
+    """One block: some tokens."""
+    start = jax.lax.axis_index("block") * tokens
+    plgpu.copy_gmem_to_smem(x.at[pl.ds(start, tokens)], staged, here)
+    plgpu.barrier_wait(here)
+
+    @pl.loop(0, tokens)
+    def _(i: jax.Array) -> None:
+        # All asked for before one is used.
+        targets = [rows[start + i, choice] for choice in range(rows.shape[1])]
+        for target in targets:
+            copy = functools.partial(plgpu.copy_smem_to_gmem, staged.at[i], out.at[target])
+            pl.when(target >= 0)(copy)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _combine(outputs: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Each token's outputs, weighted and summed in the order of its choices -> [T, D]."""
+    num_tokens, top_k = weights.shape
+    is_counted = rows >= 0
+    rows = jnp.maximum(rows, 0)  # one that nobody may have written
+    total = jnp.zeros((num_tokens, outputs.shape[1]), jnp.float32)
+    for choice in range(top_k):
+        values = outputs.at[rows[:, choice]].get(mode="promise_in_bounds")
+        weighted = values.astype(jnp.float32) * weights[:, choice, None]
+        total = total + jnp.where(is_counted[:, choice, None], weighted, 0.0)
+    return total.astype(outputs.dtype)

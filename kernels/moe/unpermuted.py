@@ -1,0 +1,85 @@
+"""Experts of few tokens on Hopper: every chosen expert sees all tokens, so none has to move.
+
+Its weights are read once, however many tokens are its own; results of the others are cleared. The
+products of a token's experts then add up where they are multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels.moe import products, tables
+from kernels.moe.products import DEPTH, MULTIPROCESSORS, Tile
+
+MAX_TOKENS = 128
+
+
+def experts(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    kernels: str = "plain",
+) -> jax.Array:
+    """Every token's weighted sum over its experts' outputs; see `reference.experts`.
+
+    Weights multiply silu(gate) * up in float32, before it is rounded, and a token's experts add up
+    in float32 in the order of their ids, for some inputs at a time. A choice whose weight is 0 adds
+    nothing, not even a NaN. The experts' own weights must be finite.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernels cover.
+    """
+    products.decline_unless_covered(x, gate_up, down, kernels)
+    num_tokens = x.shape[0]
+    if num_tokens > MAX_TOKENS:
+        raise NotImplementedError(f"{num_tokens} tokens, at most {MAX_TOKENS} may be")
+    columns = _columns(num_tokens)
+    num_experts, hidden_size, width = down.shape
+    if num_tokens < columns:
+        x = jnp.pad(x, ((0, columns - num_tokens), (0, 0)))
+    by_choice = tables.by_choice(expert_ids, weights, num_experts, columns)
+    token_weights, chosen, count = tables.choose(*by_choice, num_experts)
+    first = _gate_up_tile(columns, 2 * width)
+    hidden = products.shared_gate_up(gate_up, x, chosen, count, token_weights, first)
+    second, splits = _down_tile(columns, hidden_size, width)
+    parts = products.summed_down(down, hidden, chosen, count, splits, second)
+    # Unrolled, so that XLA makes one fusion of it and the order is fixed.
+    total = functools.reduce(jnp.add, [parts[i] for i in range(splits)])
+    # Else XLA would rather turn what the result is added to, and then the sum back.
+    return jax.lax.optimization_barrier(total[:, :num_tokens].T.astype(x.dtype))
+
+
+def _columns(num_tokens: int) -> int:
+    return max(8, 1 << (num_tokens - 1).bit_length())
+
+
+def _gate_up_tile(columns: int, rows: int) -> Tile:
+    """Many tokens are fetched again for every block of rows, so blocks are taller then."""
+    consumers = 2 if columns > 32 and rows % 256 == 0 else 1
+    return Tile(columns, consumers)
+
+
+def _down_tile(columns: int, rows: int, width: int) -> tuple[Tile, int]:
+    """A tile and a number of splits that give every multiprocessor about the same to read."""
+    num_steps = width // DEPTH
+    tall = [(2, 128)] if columns > 32 else [(1, 128)]
+    short = [(1, 64)] if columns <= 16 else []
+    tiles = [Tile(columns, consumers, height) for consumers, height in (*tall, *short)]
+    tiles = [tile for tile in tiles if rows % tile.block_rows == 0]
+    tiles = tiles or [Tile(columns, 1, 128 if rows % 128 == 0 else 64)]
+
+    def plan(tile: Tile) -> tuple[int, int, Tile, int]:
+        blocks = rows // tile.block_rows
+        most = max(1, min(num_steps, MULTIPROCESSORS // blocks))
+        longest = -(-num_steps // most)
+        rounds = -(-blocks // MULTIPROCESSORS)
+        return longest * tile.block_rows * rounds, -tile.rows, tile, -(-num_steps // longest)
+
+    *_, tile, splits = min(map(plan, tiles), key=lambda found: found[:2])
+    return tile, splits

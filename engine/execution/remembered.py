@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-import jaxlib
+import jaxlib.version
 
 PACKAGES = ("engine", "models", "kernels")
 """What a program is made from: a changed line forgets every figure."""
@@ -42,7 +42,7 @@ def figure(name: str, about: object, make: Callable[[], int]) -> int:
 def _digest(about: object) -> str:
     state = hashlib.blake2b(digest_size=16)
     device = jax.devices()[0]
-    for part in (jax.__version__, jaxlib.__version__, device.device_kind, repr(about)):
+    for part in (jax.__version__, jaxlib.version.__version__, device.device_kind, repr(about)):
         state.update(part.encode() + b"\0")
     root = pathlib.Path(__file__).parents[2]
     for package in PACKAGES:

@@ -27,11 +27,14 @@ def by_choice(
     """Turns ids and weights [T, k], so that a choice's lie side by side.
 
     Returns:
-      i32 and f32[k, columns], the id -1 where no expert is chosen.
+      i32 and f32[k, columns], -1 and 0 where no expert is chosen.
     """
+    is_counted = expert_ids < num_experts
     spare = ((0, 0), (0, columns - expert_ids.shape[0]))
-    ids = jnp.where(expert_ids < num_experts, expert_ids, -1).T
-    return jnp.pad(ids, spare, constant_values=-1), jnp.pad(weights.T, spare)
+    ids = jnp.where(is_counted, expert_ids, -1).T
+    # No kernel looks at the weight of -1; of both together XLA makes one fusion.
+    weights = jnp.where(is_counted, weights, 0.0).T
+    return jnp.pad(ids, spare, constant_values=-1), jnp.pad(weights, spare)
 
 
 # --- experts that some token counts ---

@@ -81,11 +81,12 @@ def main(path: str) -> None:
     for case in moe_cases.GUARDED:
         arrays, kept = moe_cases.inputs(case), moe_cases.KEPT
         others = moe_cases.inputs(case, seed=1)
-        found[f"{case.form} clean"] = run(case, arrays)
-        mixed = moe_cases.with_other_tokens(arrays, others, kept)
-        found[f"{case.form} other"] = run(case, mixed)
-        mixed = moe_cases.with_nonfinite_tokens(arrays, kept)
-        found[f"{case.form} nonfinite"] = run(case, mixed)
+        calls = {
+            "other": moe_cases.with_other_tokens(arrays, others, kept),
+            "nonfinite": moe_cases.with_nonfinite_tokens(arrays, kept),
+            "padding": moe_cases.with_padding_alone(arrays),
+        }
+        found |= {f"{case} {name}": run(case, call) for name, call in calls.items()}
     for choice in moe_cases.CHOICES:
         out = interpret(choice.call(), *moe_cases.choice_inputs(choice))
         found[f"{choice} ids"], found[f"{choice} weights"] = out

@@ -53,9 +53,14 @@ def test_padding_is_zero(interpreted, case):
 
 
 @pytest.mark.parametrize("case", GUARDED, ids=str)
+def test_nothing_chosen_gives_zeros(interpreted, case):
+    assert not interpreted[f"{case} padding"].any()
+
+
+@pytest.mark.parametrize("case", GUARDED, ids=str)
 @pytest.mark.parametrize("neighbours", ["other", "nonfinite"])
 def test_token_keeps_its_bits_whatever_its_neighbours_are(interpreted, case, neighbours):
-    clean, found = (interpreted[f"{case.form} {run}"] for run in ("clean", neighbours))
+    clean, found = interpreted[str(case)], interpreted[f"{case} {neighbours}"]
     assert clean[KEPT].any()
     assert found[KEPT].tolist() == clean[KEPT].tolist()
     num_real = case.num_tokens - case.padding

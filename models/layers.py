@@ -68,14 +68,15 @@ class Rows:
 
 @flax.struct.dataclass
 class PerHead:
-    """One matrix per head [N, in, out]."""
+    """One matrix per head: [N, in, out], or [N, out, in] where it is `output_major`."""
 
     kernel: jax.Array
+    output_major: bool = flax.struct.field(pytree_node=False, default=False)
 
     def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
         """x [T, N, in] -> [T, N, out]."""
         return jnp.einsum(
-            "TNI,NIO->TNO",
+            "TNI,NOI->TNO" if self.output_major else "TNI,NIO->TNO",
             x,
             self.kernel,
             precision=matmul_precision(x.dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +78,8 @@ def leaves(
     """Weights of layer i's attention and the checkpoint tensors that fill them.
 
     `qkv_a` [D, q_lora + L + R] makes both latents and the rotary key in one product. The
-    checkpoint's kv_b is stored once, as the halves `k_up` [N, nope, L] and `v_up` [N, L, V].
+    checkpoint's kv_b is stored once, as the halves `k_up` [N, nope, L] and `v_up` [N, V, L]:
+    chunks expand latents by both, which copies neither when L comes last.
     """
     c, d, n = config, hidden_size, num_heads
     heads_out = n * c.v_head_dim
@@ -136,16 +138,14 @@ def _up_leaf(c: MlaConfig, num_heads: int, names: Names, i: int, *, is_key: bool
 
     def arrange(stored: np.ndarray) -> np.ndarray:
         heads = stored.reshape(num_heads, rows, c.kv_lora_rank)
-        if is_key:
-            return heads[:, : c.qk_nope_head_dim]
-        return heads[:, c.qk_nope_head_dim :].swapaxes(1, 2)
+        nope = c.qk_nope_head_dim
+        return heads[:, :nope] if is_key else heads[:, nope:]
 
-    key, value = (c.qk_nope_head_dim, c.kv_lora_rank), (c.kv_lora_rank, c.v_head_dim)
     return Leaf(
-        shape=(num_heads, *(key if is_key else value)),
+        shape=(num_heads, c.qk_nope_head_dim if is_key else c.v_head_dim, c.kv_lora_rank),
         parts=(Part(names.kv_b.format(i=i), stored_shape, (), arrange),),
         partition=("tensor", None, None),
-        node=PerHead,
+        node=PerHead if is_key else functools.partial(PerHead, output_major=True),
         fan_in=c.kv_lora_rank,
     )
 

@@ -94,7 +94,7 @@ def prefill(
     Args:
       q: [T, N, H + R], rotated, the part without rotation first; tokens of a row are adjacent.
       k_up: [N, H, L].
-      v_up: [N, L, V].
+      v_up: [N, V, L].
       pool: [P, page_size, L + R], this step's entries included.
       page_table: i32[B, W].
       positions: i32[T].
@@ -121,7 +121,7 @@ def prefill(
         latents, rope = entries[..., :latent], entries[:, None, :, latent:]
         keys = jnp.einsum("BSL,NHL->BNSH", latents, k_up, precision=precision)
         rope = jnp.broadcast_to(rope, (*keys.shape[:-1], rope.shape[-1]))
-        values = jnp.einsum("BSL,NLV->BNSV", latents, v_up, precision=precision)
+        values = jnp.einsum("BSL,NVL->BNSV", latents, v_up, precision=precision)
         return jnp.concatenate([keys, rope], axis=-1), values
 
     def attend_tiles(
@@ -142,7 +142,7 @@ def prefill(
 
     def _key_bytes(queries: int) -> int:
         """What one key takes: itself with its value, and a float32 score and weight per query."""
-        expanded = q.shape[-1] + v_up.shape[-1]
+        expanded = q.shape[-1] + v_up.shape[1]
         return num_heads * (expanded * q.dtype.itemsize + queries * (4 + q.dtype.itemsize))
 
     out = over_tiles(
@@ -152,7 +152,7 @@ def prefill(
         kv_lens,
         cu_q_lens,
         num_decode,
-        value_dim=v_up.shape[-1],
+        value_dim=v_up.shape[1],
         tile_tokens=tile_tokens,
         tiles_at_once=1,
         max_chunk_rows=max_chunk_rows,

@@ -36,7 +36,7 @@ class Scene:
         for row, (start, count) in enumerate(zip(np.cumsum(counts) - counts, counts, strict=True)):
             self.table[row, :count] = pages[start : start + count]
         self.pool = normal(counts.sum() + 1, PAGE, LATENT + ROPE)
-        self.k_up, self.v_up = normal(HEADS, NOPE, LATENT), normal(HEADS, LATENT, VALUE)
+        self.k_up, self.v_up = normal(HEADS, NOPE, LATENT), normal(HEADS, VALUE, LATENT)
         self.q = normal(self.query_lens.sum(), HEADS, NOPE + ROPE)
         self.positions = np.concatenate(
             [np.arange(n - q, n) for n, q in zip(lengths, query_lens, strict=True)]
@@ -56,7 +56,7 @@ class Scene:
                 keys = np.concatenate([latents @ self.k_up[head].T, rope], axis=1)
                 scores = keys @ self.q[token, head] * SCALE
                 weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ (latents @ self.v_up[head]) / weights.sum()
+                out[token, head] = weights @ (latents @ self.v_up[head].T) / weights.sum()
         return out
 
     def decode(self, block_pages: int = 16, block_bytes: int = 2**20) -> np.ndarray:
@@ -79,7 +79,7 @@ class Scene:
     def valued(self, block_pages: int = 16) -> np.ndarray:
         """The same times v_up: [T, N, V]."""
         out = self.decode(block_pages).reshape(-1, HEADS, LATENT)
-        return np.einsum("TNL,NLV->TNV", out, self.v_up)
+        return np.einsum("TNL,NVL->TNV", out, self.v_up)
 
     def prefill(self, num_decode: int = 0, padding: int = 3, **tiling: int) -> np.ndarray:
         """Padded by some tokens and one row."""
@@ -246,7 +246,7 @@ def test_temporaries_at_the_sizes_of_deepseek_v2_lite_stay_near_block_bytes():
         reference.prefill,
         ((tokens, num_heads, 192), "float32"),
         ((num_heads, 128, 512), "float32"),
-        ((num_heads, 512, 128), "float32"),
+        ((num_heads, 128, 512), "float32"),
         ((width + 1, page, 576), "float32"),
         ((rows, width), "int32"),
         ((tokens,), "int32"),

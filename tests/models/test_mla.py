@@ -286,11 +286,11 @@ def test_published_sizes_have_the_published_number_of_parameters(config, total):
 def test_kv_b_is_stored_once_and_whole():
     leaves = model_of(GLM_FLASH).leaves()
     k_up, v_up = leaves["layers.3.k_up"], leaves["layers.3.v_up"]
-    assert (k_up.shape, v_up.shape) == ((20, 192, 512), (20, 512, 256))
+    assert (k_up.shape, v_up.shape) == ((20, 192, 512), (20, 256, 512))
     stored = np.arange(20 * 448 * 512, dtype=np.int32).reshape(20 * 448, 512)
     (key,), (value,) = k_up.parts, v_up.parts
     assert key.name == value.name == "model.layers.3.self_attn.kv_b_proj.weight"
-    heads = np.concatenate([key.arrange(stored), value.arrange(stored).swapaxes(1, 2)], axis=1)
+    heads = np.concatenate([key.arrange(stored), value.arrange(stored)], axis=1)
     assert (heads.reshape(stored.shape) == stored).all()
 
 
@@ -422,7 +422,7 @@ def attention_scene(rows: int, query_len: int):
 
     table = 1 + np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)[:, ::-1]
     q = normal(rows * query_len, 3, 10)
-    ups = PerHead(normal(3, 6, 8)), PerHead(normal(3, 8, 10))
+    ups = PerHead(normal(3, 6, 8)), PerHead(normal(3, 10, 8), output_major=True)
     return ups, q, normal(rows * 3 + 1, 4, 12), jnp.asarray(table)
 
 

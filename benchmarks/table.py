@@ -22,6 +22,7 @@ _NONE = "–"
 _TITLES = {
     "offline": "Offline throughput",
     "startup": "Process start to first token",
+    "memory": "Memory plan and what the allocator counted",
     "poison": "Late writes to arrays handed over",
     "decode_attention": "Decode attention, one layer",
     "prefill_attention": "Prefill attention, one layer",
@@ -74,7 +75,11 @@ def readme_block(reports: dict[str, Report]) -> str:
         for kind in ("offline", "startup")
         for report in reports.values()
         if report["benchmark"] == kind
-        for part in (f"**{_TITLES[kind]}**", _table(report), _conditions(report))
+        for part in (
+            f"**{_TITLES[kind]}, {report['conditions']['model']}**",
+            _table(report),
+            _conditions(report),
+        )
     ]
     return "\n\n".join(parts) or "No results yet."
 
@@ -93,7 +98,12 @@ def filled(text: str, block: str) -> str:
 
 
 def _table(report: Report) -> str:
-    makers = {"offline": _offline_table, "startup": _startup_table, "poison": _poison_table}
+    makers = {
+        "offline": _offline_table,
+        "startup": _startup_table,
+        "poison": _poison_table,
+        "memory": _memory_table,
+    }
     return makers.get(report["benchmark"], _kernel_table)(report)
 
 
@@ -154,6 +164,21 @@ def _startup_table(report: Report) -> str:
         for name in ("cold", "warm")
     )
     return _markdown(header, rows)
+
+
+def _memory_table(report: Report) -> str:
+    rows = [
+        (part["name"], _mib(part["planned"]), _mib(part["measured"])) for part in report["parts"]
+    ]
+    rows.append(("pools", _mib(report["pools"]), _NONE))
+    rows.append(("peak in the allocator", _NONE, _mib(report["peak_bytes_in_use"])))
+    if report["outside_allocator"] is not None:
+        rows.append(("outside the allocator", _NONE, _mib(report["outside_allocator"])))
+    return _markdown(("part", "planned MiB", "measured MiB"), rows)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 def _poison_table(report: Report) -> str:

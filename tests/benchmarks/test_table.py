@@ -145,3 +145,20 @@ def test_the_readme_block_alone_is_replaced(tmp_path):
 def test_markers_that_are_not_one_pair_are_refused(text):
     with pytest.raises(ValueError, match="needs one '<!-- begin"):
         table.filled(text, "block")
+
+
+def test_memory_report_names_every_part_and_what_lies_outside():
+    report = {
+        "benchmark": "memory",
+        "conditions": CONDITIONS,
+        "parts": [
+            {"name": "weights", "planned": 3 * 2**30, "measured": 3 * 2**30 + 2**20, "holds": True}
+        ],
+        "pools": 5 * 2**20,
+        "peak_bytes_in_use": 7 * 2**20,
+        "outside_allocator": 9 * 2**20,
+    }
+    text = table.page({"some": report})
+    assert "| weights | 3,072.0 | 3,073.0 |" in text
+    assert "| pools | 5.0 | – |" in text and "| peak in the allocator | – | 7.0 |" in text
+    assert "| outside the allocator | – | 9.0 |" in text

@@ -2,17 +2,18 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types mutants lock
+.PHONY: help demo test lint types soak mutants lock
 
 # More words for the command behind a target: make test ARGS="-k stop -x"
 ARGS ?=
-EXTRAS := dev cuda gpu-gates gateway eval notebook
+EXTRAS := dev cuda gpu-gates gateway grammar eval notebook otel plot
 
 help:
 	@echo "make demo    load the demo model and answer a question on a CPU"
 	@echo "make test    run the tests                        ARGS='-k word'"
 	@echo "make lint    check style and format"
 	@echo "make types   check types"
+	@echo "make soak    ten minutes of load and faults on a real server  ARGS='--seconds 60'"
 	@echo "make mutants break lines on purpose: those due now  ARGS='NAME ...' or ARGS='--third 0'"
 	@echo "make lock    write requirements/*.txt anew         ARGS=--upgrade takes newer versions"
 
@@ -32,6 +33,10 @@ lint:
 types:
 	@requirements/install dev
 	.venv/bin/basedpyright $(ARGS)
+
+soak:
+	@requirements/install dev
+	JAX_PLATFORMS=cpu .venv/bin/python -m tests.serving.soak --seconds 600 --requests 5000 $(ARGS)
 
 # Without ARGS: what this commit owes, bounded for CI.
 mutants: MUTANTS := $(if $(ARGS),$(ARGS),--turn --minutes 3 --jobs 2)

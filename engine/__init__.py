@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.config import EngineConfig as EngineConfig
     from engine.request import SamplingParams as SamplingParams
+    from engine.request import StructuredOutput as StructuredOutput
     from engine.serving.llm import LLM as LLM
     from engine.serving.llm import AsyncLLM as AsyncLLM
     from engine.serving.outputs import CompletionOutput as CompletionOutput
@@ -18,6 +19,7 @@ _PLACES = {
     "LLM": "engine.serving.llm",
     "AsyncLLM": "engine.serving.llm",
     "SamplingParams": "engine.request",
+    "StructuredOutput": "engine.request",
     "EngineConfig": "engine.config",
     "RequestOutput": "engine.serving.outputs",
     "CompletionOutput": "engine.serving.outputs",

@@ -41,6 +41,14 @@ class Limits:
     """Bytes of a cache salt."""
     chat_messages: int = 4096
     """Messages of one conversation."""
+    structure_bytes: int = 65_536
+    """UTF-8 bytes of a JSON schema, regular expression, grammar or list of choices."""
+    structure_choices: int = 1024
+    """Strings that a choice is made from."""
+    grammar_symbols: int = 50_000
+    """Symbols and rule places of a compiled grammar."""
+    grammar_compile_ms: int = 10_000
+    """Milliseconds that a grammar may take to compile, the wait for a free worker included."""
 
 
 LIMITS = Limits()
@@ -80,6 +88,10 @@ class EngineConfig:
     """Padded page-table widths of decode programs. None: one, the width of `max_model_len`."""
     max_programs: int = 24
     """Step programs compiled before ready; a ladder that needs more is refused."""
+    masked_rows: int = 0
+    """Rows of one step whose ids a grammar may bound (structured output). 0: such requests are
+    refused. Any other value compiles two programs beyond `max_programs`, a deterministic engine
+    none; the rows of a step that no grammar bounds are not limited by it."""
     prefix_cache: bool = True
     """Reuse pages of equal prefixes."""
     deterministic: bool = False
@@ -149,6 +161,7 @@ _COUNTS = {
     "page_size": (1, None),
     "num_pages": (2, None),  # page 0 is trash
     "max_programs": (1, None),
+    "masked_rows": (0, 256),
     "depth": (1, 3),
 }
 """Bounds of whole numbers; None is no bound."""

@@ -15,6 +15,7 @@ from engine.config import EngineConfig, Lane
 from engine.execution import contract, startup
 from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
+from engine.scheduling.cache_events import CacheContent, CacheWatch
 from engine.scheduling.config import SchedulerConfig
 from engine.scheduling.schedule import Schedule
 from engine.scheduling.scheduler import Scheduler
@@ -23,6 +24,12 @@ from models.registry import Model
 
 _TIMED_STEPS = 512
 """Steps whose host times are kept for the medians."""
+_FAILURES_IN_A_ROW = 6
+"""Failed steps with nothing settled between, after which the device counts as lost.
+
+Three requests that each fail twice look like that too; fewer would let one caller who tries again
+end the engine. A device whose state cannot be made anew is lost at once.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +60,8 @@ class EngineInfo:
     num_parameters: int
     prefix_cache: bool
     deterministic: bool
+    masked_rows: int = 0
+    """Rows of one step that a grammar may bound; 0: structured output is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +78,10 @@ class CoreStats:
     prefix_hits: int
     """Prompt tokens found there."""
     preemptions: int
+    failed_launches: int
+    """Failures of the device that were recovered from; launches lost together count as one."""
+    resumed_requests: int
+    """Requests that ran again after one."""
     steps: Mapping[str, int]
     """Steps by lane."""
     device_rows: int
@@ -91,6 +104,8 @@ class Core:
         self.info = info
         self._in_flight: collections.deque[Launch] = collections.deque()
         self._launching: Schedule | None = None  # booked by the scheduler, not yet in flight
+        self._num_failures = 0
+        self._num_failures_in_a_row = 0
         self._times: dict[str, collections.deque[float]] = {
             stage: collections.deque(maxlen=_TIMED_STEPS)
             for stage in ("schedule", "pack", "launch", "wait", "settle")
@@ -193,7 +208,8 @@ class Core:
             if not self._in_flight or not (is_full or launch is None):
                 return launch is not None
             self._settle_oldest()
-            return True
+        self._num_failures_in_a_row = 0
+        return True
 
     def _launch(self) -> Launch | None:
         started = time.perf_counter()
@@ -220,14 +236,32 @@ class Core:
         self._times["wait"].append(waited - started)
         self._times["settle"].append(time.perf_counter() - waited)
 
-    def recover(self, message: str) -> None:
-        """After an exception of a launch: fails what was in flight, starts from an empty state."""
+    def recover(self, reason: str) -> None:
+        """After an exception of a step: what was in flight is void and runs again, once.
+
+        The state is new and empty, and so is the prefix cache; running requests are computed again
+        from their settled ids. One that such a failure meets a second time ends with an error.
+
+        Args:
+          reason: what the requests that end are told.
+
+        Raises:
+          RuntimeError: too many steps failed with nothing settled between.
+          Exception: the state cannot be made anew. Either way the device is lost.
+        """
+        self._num_failures += 1
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= _FAILURES_IN_A_ROW:
+            raise RuntimeError(
+                f"{self._num_failures_in_a_row} steps failed with nothing settled between, the "
+                f"last one by {reason}; the device does not come back: restart the process"
+            )
         schedules = [launch.schedule for launch in self._in_flight]
         if self._launching is not None:
             schedules.append(self._launching)
         self._in_flight.clear()
         self._launching = None
-        self.scheduler.void(schedules, message)
+        self.scheduler.void(schedules, reason)
         self.runner.reset_state()
 
     @property
@@ -238,6 +272,14 @@ class Core:
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""
         self.scheduler.reset_prefix_cache()
+
+    def watch_prefix_cache(self, watch: CacheWatch) -> CacheContent:
+        """Begins to tell `watch` of every change in the prefix cache; returns what is there now."""
+        return self.scheduler.watch_prefix_cache(watch)
+
+    def unwatch_prefix_cache(self, watch: CacheWatch) -> None:
+        """Ends it; one that does not watch is no error."""
+        self.scheduler.unwatch_prefix_cache(watch)
 
     def stats(self) -> CoreStats:
         """Counts of this moment."""
@@ -250,6 +292,8 @@ class Core:
             prefix_queries=scheduler.prefix_query_tokens,
             prefix_hits=scheduler.prefix_hit_tokens,
             preemptions=scheduler.num_preemptions,
+            failed_launches=self._num_failures,
+            resumed_requests=scheduler.num_resumed,
             steps={**counters.steps},
             device_rows=counters.device_rows,
             host_rows=counters.host_rows,
@@ -306,6 +350,7 @@ def _scheduler_config(run: Runner) -> SchedulerConfig:
         deterministic=config.deterministic,
         ids_from_host=settings.lane == "sync" or not run.model.registration.device_token_ids,
         queue_limit=config.limits.queued_requests,
+        masked_rows=settings.ladder.masked_rows,
     )
 
 
@@ -340,4 +385,5 @@ def _info(
         num_parameters=run.num_parameters,
         prefix_cache=config.prefix_cache,
         deterministic=config.deterministic,
+        masked_rows=settings.ladder.masked_rows,
     )

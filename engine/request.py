@@ -6,16 +6,105 @@ Plain ids, numbers and bytes that a protobuf can carry; text stays on the caller
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import reprlib
+import typing
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from engine.config import LIMITS, Limits
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+_STRUCTURE_KINDS: tuple[str, ...] = typing.get_args(StructureKind)
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutput:
+    """The form an output must have, from its first id to its last.
+
+        StructuredOutput("json_schema", {"type": "array", "items": {"type": "integer"}})
+        StructuredOutput("choice", choices=("yes", "no"))
+
+    Raises:
+      ValueError: naming the field, its value and the limit.
+      TypeError: naming the field, its value and the type it needs.
+    """
+
+    kind: StructureKind
+    text: str = ""
+    """A JSON schema (a mapping is written as JSON), a regular expression, or a grammar in the
+    notation of Lark. Empty for `json_object` and `choice`."""
+    choices: tuple[str, ...] = ()
+    """The whole outputs to choose from, for `choice`."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _STRUCTURE_KINDS:
+            raise ValueError(
+                f"structured.kind is {reprlib.repr(self.kind)}, it must be one of "
+                f"{', '.join(_STRUCTURE_KINDS)}"
+            )
+        if self.kind == "json_schema" and isinstance(self.text, Mapping):
+            object.__setattr__(self, "text", _json(self.text))
+        if not isinstance(self.text, str):
+            raise TypeError(f"structured.text is {reprlib.repr(self.text)}, it must be a string")
+        object.__setattr__(self, "choices", _texts("structured.choices", self.choices))
+        takes_text = self.kind not in ("json_object", "choice")
+        if takes_text != bool(self.text):
+            raise ValueError(
+                f"structured.text is {reprlib.repr(self.text)} for the kind {self.kind}; "
+                f"{'give the text' if takes_text else 'leave it empty'}"
+            )
+        if (self.kind == "choice") != bool(self.choices):
+            raise ValueError(
+                f"structured.choices has {len(self.choices)} strings for the kind {self.kind}; "
+                f"{'give at least one' if self.kind == 'choice' else 'leave it empty'}"
+            )
+        if "" in self.choices:
+            raise ValueError("structured.choices holds an empty string; remove it")
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of all its text."""
+        texts = (self.text, *self.choices)
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"structured.text cannot be written as JSON ({error}); give a schema of plain values"
+        ) from error
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar: a function of its ids so far."""
+
+    def accept(self, token_id: int) -> bool:
+        """Goes past an id; False: the grammar does not allow it here."""
+        ...
+
+    def mask(self) -> np.ndarray:
+        """i32[words]: id i may come next where bit i % 32 of word i // 32 is set."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """The output is whole, and nothing but an end id could follow."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled structure. Compiled on the caller's side, never on the engine's thread."""
+
+    def matcher(self) -> Matcher:
+        """One that has seen no id."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +169,11 @@ class SamplingParams:
 
     Those of the prompt, where nothing is chosen, are always of the unmodified logits.
     """
+    structured: StructuredOutput | None = None
+    """The form the output must have; a mapping of its fields will do.
+
+    Where a grammar has reached its end, and nothing but an end id could follow, the output ends.
+    """
 
     def __post_init__(self) -> None:
         for name, plain in _PLAIN.items():
@@ -107,6 +201,7 @@ class SamplingParams:
             and not self.min_tokens
             and not self.logprobs
             and not self.processed_logprobs
+            and self.structured is None
         )
 
 
@@ -149,6 +244,29 @@ def validate_params(params: SamplingParams, limits: Limits) -> None:
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise ValueError(f"seed is {params.seed}, it must be a 64-bit integer")
     _validate_lists(params, limits)
+    if params.structured is not None:
+        _validate_structured(params, params.structured, limits)
+
+
+def _validate_structured(
+    params: SamplingParams, structured: StructuredOutput, limits: Limits
+) -> None:
+    if structured.num_bytes > limits.structure_bytes:
+        raise ValueError(
+            f"structured has {structured.num_bytes} bytes of text, the limit is "
+            f"{limits.structure_bytes}; shorten it"
+        )
+    if len(structured.choices) > limits.structure_choices:
+        raise ValueError(
+            f"structured.choices has {len(structured.choices)} strings, the limit is "
+            f"{limits.structure_choices}; name fewer or write a regex"
+        )
+    for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
+        if (value := getattr(params, name)) != neutral:
+            raise ValueError(
+                f"{name} is {value} together with structured, whose grammar alone decides where "
+                f"the output may end; leave {name} out"
+            )
 
 
 def _finite(params: SamplingParams, name: str) -> float:
@@ -270,6 +388,23 @@ def _biases(name: str, value: Any) -> Mapping[int, float]:
     }
 
 
+def _structure(name: str, value: Any) -> StructuredOutput:
+    if isinstance(value, StructuredOutput):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} is {reprlib.repr(value)}, it must be StructuredOutput or a mapping of its "
+            "fields kind, text and choices"
+        )
+    if unknown := sorted(map(str, set(value) - {"kind", "text", "choices"})):
+        raise ValueError(
+            f"{name} has the unknown field {unknown[0]!r}; the fields are kind, text, choices"
+        )
+    if "kind" not in value:
+        raise ValueError(f"{name} has no kind; give one of {', '.join(_STRUCTURE_KINDS)}")
+    return StructuredOutput(**value)
+
+
 def _is_list(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return True
@@ -307,6 +442,7 @@ _PLAIN: Mapping[str, Callable[[str, Any], Any]] = {
     "prompt_logprobs": _optional(_integer),
     "prompt_logprobs_start": _integer,
     "processed_logprobs": _flag,
+    "structured": _optional(_structure),
 }
 """What makes each field of `SamplingParams` plain."""
 
@@ -331,6 +467,8 @@ class Request:
     """Lower runs earlier under the priority policy."""
     cache_salt: bytes = b""
     """Requests share prefix pages only within one salt."""
+    grammar: Grammar | None = None
+    """Of `params.structured`, compiled; it does not leave the process that compiled it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,13 +29,18 @@ class ProgramKey:
     sampler: Sampler
     max_chunk_rows: int
     """Chunks a mixed program holds; 0 for a decode program."""
+    masked_rows: int = 0
+    """Masks a step brings at most; 0 for a program without the feature."""
+    mask_words: int = 0
+    """32-bit words of one mask."""
 
     def __str__(self) -> str:
         kind = "decode" if self.is_decode else "mixed"
         head = "+score" if self.head == "score" else ""
+        masks = f" masks {self.masked_rows}" if self.masked_rows else ""
         return (
             f"{kind}{head} rows {self.rows} tokens {self.tokens} query {self.query_len} "
-            f"pages {self.width} {self.sampler}"
+            f"pages {self.width} {self.sampler}{masks}"
         )
 
 
@@ -54,6 +59,15 @@ class Ladder:
     max_chunk_rows: int
     deterministic: bool
     """One decode and one mixed program, both with the full sampler."""
+    masked_rows: int = 0
+    """Masks one step brings at most. 0: no program takes masks.
+
+    Otherwise two more programs do: a decode and a mixed one of the last rungs, the latter with the
+    score head, so that it holds every mixed step. A deterministic ladder gets no more programs:
+    all of its own take masks, so that a masked row moves no other row to another program.
+    """
+    mask_words: int = 0
+    """32-bit words of one mask."""
 
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program of the ladder, the ones a first request needs first."""
@@ -68,7 +82,16 @@ class Ladder:
         token_rungs = self.tokens[-1:] if self.deterministic else self.tokens
         keys += [self._mixed(t, sampler, "sample") for t in token_rungs for sampler in samplers]
         keys += [self._mixed(t, "full", "score") for t in token_rungs]
-        return tuple(keys)
+        if not self.masked_rows:
+            return tuple(keys)
+        if self.deterministic:
+            return tuple(self._masked(key) for key in keys)
+        masked_decodes = (
+            self._decode(self.rows[-1], query_len, self.widths[-1], "full")
+            for query_len in self.query_lens
+        )
+        masked = (*masked_decodes, self._mixed(self.tokens[-1], "full", "score"))
+        return (*keys, *(self._masked(key) for key in masked))
 
     def key_of(self, schedule: Schedule) -> ProgramKey:
         """The smallest program that holds a schedule.
@@ -76,6 +99,26 @@ class Ladder:
         Raises:
           ValueError: the schedule exceeds every rung, with its shape.
         """
+        masks = schedule.masks
+        if masks is not None and not self.masked_rows:
+            raise ValueError(
+                f"{masks.num_masks} rows are masked but no program takes masks; "
+                "start the engine with masked_rows"
+            )
+        if self.masked_rows and self.deterministic:
+            return self._masked(self._unmasked_key_of(schedule))
+        if masks is None:
+            return self._unmasked_key_of(schedule)
+        last = dataclasses.replace(
+            self, rows=self.rows[-1:], widths=self.widths[-1:], tokens=self.tokens[-1:]
+        )
+        full = dataclasses.replace(schedule, is_full_sampler=True, scores_prompt=True)
+        return self._masked(last._unmasked_key_of(full))
+
+    def _masked(self, key: ProgramKey) -> ProgramKey:
+        return dataclasses.replace(key, masked_rows=self.masked_rows, mask_words=self.mask_words)
+
+    def _unmasked_key_of(self, schedule: Schedule) -> ProgramKey:
         sampler: Sampler = "full" if self.deterministic or schedule.is_full_sampler else "greedy"
         num_pages = max(table.shape[1] for table in schedule.page_tables)
         if schedule.is_decode:

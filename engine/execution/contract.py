@@ -18,9 +18,11 @@ import numpy as np
 from engine.execution import jaxprs
 from engine.execution.buckets import ProgramKey
 from engine.execution.packing import Ranges, batch_ranges, pack_install, unpack_output
+from engine.execution.sampling import MaskRows
 from engine.scheduling.schedule import (
     POISON_ID,
     SAMPLING_COLUMNS,
+    Masks,
     RowKind,
     Schedule,
     StepResult,
@@ -122,6 +124,10 @@ def _structural_reasons(key: ProgramKey, jaxpr: Any, ranges: Ranges) -> Iterable
     prompt_ids = unpack.outvars[0]
     if (found := jaxprs.readers(jaxpr, prompt_ids)) != ["resolve_ids"]:
         yield f"host ids are read by {found}, only resolve_ids may read them"
+    if key.masked_rows:
+        masks = unpack.outvars[-len(dataclasses.fields(MaskRows)) :]
+        if any(found := {name for v in masks for name in jaxprs.readers(jaxpr, v)} - {"sample"}):
+            yield f"masks are read by {sorted(found)}, only sample may read them"
     token_ids = resolve.outvars[0]
     allowed = ["forward"] if key.query_len == 1 else ["forward", "accept"]
     if (found := jaxprs.readers(jaxpr, token_ids)) != allowed:
@@ -256,6 +262,7 @@ def _scene(key: ProgramKey, ids: np.ndarray, is_device: bool, runner: Runner) ->
         # The chunk of a sample program is the same in all runs: host ids are its truth.
         fill = ids[-1] if key.head == "score" else 1
         flat = np.concatenate([flat[: num_decode * q], np.full(q_lens[-1], fill, np.int32)])
+    kinds[: key.masked_rows] |= int(RowKind.MASKED)
     pages = 1 + np.arange(num_rows, dtype=np.int32) % (runner.plan.num_pages - 1)
     num_pages = -(-int(_SCENE_TOKENS + q_lens.max()) // runner.settings.page_size)
     return Schedule(
@@ -275,6 +282,17 @@ def _scene(key: ProgramKey, ids: np.ndarray, is_device: bool, runner: Runner) ->
         ),
         sampling={name: np.zeros(num_rows, dtype) for name, dtype in SAMPLING_COLUMNS},
         state_ids=(_scene_states(num_rows, runner),) * runner.shapes.num_recurrent,
+        masks=_scene_masks(num_rows, key) if key.masked_rows else None,
+    )
+
+
+def _scene_masks(num_rows: int, key: ProgramKey) -> Masks:
+    """Masks that allow every id, for as many rows as the program takes."""
+    num_masks = min(num_rows, key.masked_rows)
+    return Masks(
+        slots=np.arange(num_masks, dtype=np.int32),
+        generations=np.zeros(num_masks, np.int64),
+        words=np.full((num_masks, key.mask_words), -1, np.int32),
     )
 
 

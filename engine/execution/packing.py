@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.config import LIMITS
 from engine.execution.buckets import ProgramKey
-from engine.execution.sampling import SamplingRows
+from engine.execution.sampling import MaskRows, SamplingRows
 from engine.scheduling.config import GroupConfig
 from engine.scheduling.schedule import (
     SAMPLING_COLUMNS,
@@ -95,6 +95,13 @@ def batch_ranges(key: ProgramKey, num_groups: int, num_recurrent: int = 0) -> Ra
     shapes |= {f"state_ids_{g}": (key.rows, 2) for g in range(num_recurrent)}
     if key.sampler == "full":
         shapes |= {name: (key.rows,) for name, _ in SAMPLING_COLUMNS}
+    if key.masked_rows:
+        shapes |= {
+            "generations": (key.rows,),
+            "mask_slots": (key.masked_rows,),
+            "mask_generations": (key.masked_rows,),
+            "mask_words": (key.masked_rows, key.mask_words),
+        }
     shapes["prompt_ids"] = (key.tokens,)
     return Ranges.of(shapes)
 
@@ -144,9 +151,11 @@ def check(
     Raises:
       ValueError: rows or tokens over the bucket, a slot out of range or named twice, a page that
         is trash where one is needed or past the pool's end, a state that is trash, past the pool's
-        end or written by another row, an id outside the vocabulary.
+        end or written by another row, an id outside the vocabulary, masked rows or masks that the
+        program does not take.
     """
     _check_rows(schedule, key, max_slots, vocab_size)
+    _check_masks(schedule, key)
     paged = [group for group in groups if not group.is_recurrent]
     for group, table in zip(paged, schedule.page_tables, strict=bool(groups)):
         _check_pages(schedule, table, group)
@@ -188,8 +197,20 @@ def pack(
     if key.sampler == "full":
         for name, dtype in SAMPLING_COLUMNS:
             views[name][:rows] = schedule.sampling[name].astype(dtype, copy=False).view(np.int32)
+    if key.masked_rows:
+        _put_masks(views, schedule, max_slots)
     views["prompt_ids"][:tokens] = schedule.token_ids
     return flat
+
+
+def _put_masks(views: dict[str, np.ndarray], schedule: Schedule, max_slots: int) -> None:
+    """Unused entries name a slot past the end and allow nothing."""
+    views["generations"][: schedule.num_rows] = schedule.generations.astype(np.int32)
+    views["mask_slots"][:] = max_slots + 1
+    if (masks := schedule.masks) is not None:
+        views["mask_slots"][: masks.num_masks] = masks.slots
+        views["mask_generations"][: masks.num_masks] = masks.generations.astype(np.int32)
+        views["mask_words"][: masks.num_masks] = masks.words
 
 
 def _put_changes(view: np.ndarray, changes: np.ndarray, max_slots: int) -> None:
@@ -218,6 +239,21 @@ def _check_rows(schedule: Schedule, key: ProgramKey, max_slots: int, vocab_size:
     ids = schedule.token_ids
     if tokens and (ids.min() < 0 or ids.max() >= vocab_size):
         raise ValueError(f"token ids must lie in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
+
+
+def _check_masks(schedule: Schedule, key: ProgramKey) -> None:
+    """A row whose mask is missing passes: the device fails it alone."""
+    num_masked = int(np.count_nonzero(schedule.kinds & RowKind.MASKED))
+    num_masks = 0 if schedule.masks is None else schedule.masks.num_masks
+    if max(num_masked, num_masks) > key.masked_rows:
+        raise ValueError(
+            f"{num_masked} masked rows with {num_masks} masks exceed the {key.masked_rows} that "
+            f"the program {key} takes"
+        )
+    if schedule.masks is not None and schedule.masks.words.shape[1] != key.mask_words:
+        raise ValueError(
+            f"masks have {schedule.masks.words.shape[1]} words, the program takes {key.mask_words}"
+        )
 
 
 def _check_pages(schedule: Schedule, table: np.ndarray, group: GroupConfig) -> None:
@@ -277,6 +313,7 @@ class Packed:
     page_changes: tuple[jax.Array, ...]  # per paged group i32[3, n], slots, places, pages
     sampling: SamplingRows | None  # None under the greedy sampler
     state_ids: tuple[jax.Array, ...] = ()  # per recurrent group i32[R, 2]
+    masks: MaskRows | None = None  # None in a program without masks, and once `sample` has them
 
     def has(self, kind: RowKind) -> jax.Array:
         """bool[R], True where the row is of the kind."""
@@ -296,6 +333,16 @@ def unpack(
                 for name, dtype in SAMPLING_COLUMNS
             }
         )
+    masks = None
+    if key.masked_rows:
+        masks = MaskRows(
+            is_masked=(parts["kinds"] & jnp.int32(int(RowKind.MASKED))) != 0,
+            row_slots=parts["slots"],
+            row_generations=parts["generations"],
+            slots=parts["mask_slots"],
+            generations=parts["mask_generations"],
+            words=parts["mask_words"],
+        )
     packed = Packed(
         num_decode=parts["num_decode"][0],
         slots=parts["slots"],
@@ -304,6 +351,7 @@ def unpack(
         page_changes=tuple(parts[f"page_changes_{g}"] for g in range(num_groups)),
         sampling=sampling,
         state_ids=tuple(parts[f"state_ids_{g}"] for g in range(num_recurrent)),
+        masks=masks,
     )
     return parts["prompt_ids"], packed
 

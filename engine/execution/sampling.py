@@ -60,6 +60,18 @@ class SamplingRows:
 
 
 @flax.struct.dataclass
+class MaskRows:
+    """The masks of a step beside who its rows are."""
+
+    is_masked: jax.Array  # bool[R]
+    row_slots: jax.Array  # i32[R]
+    row_generations: jax.Array  # i32[R]
+    slots: jax.Array  # i32[M], past every row's slot where the entry is unused
+    generations: jax.Array  # i32[M]
+    words: jax.Array  # i32[M, ceil(V / 32)], bit i % 32 of word i // 32: id i is allowed
+
+
+@flax.struct.dataclass
 class Sampled:
     """What one position of each row answers. No number in it is NaN."""
 
@@ -69,6 +81,8 @@ class Sampled:
     top_ids: jax.Array  # i32[R, N], likeliest first, equals lower id first
     top_logprobs: jax.Array  # f32[R, N]
     nonfinite: jax.Array  # bool[R], a raw logit was NaN or infinite; the row's id is 0
+    lacks_mask: jax.Array  # bool[R], the row is masked and no mask is its own
+    is_stuck: jax.Array  # bool[R], the row is masked and no id is left to choose
 
 
 @jax.named_scope("greedy")
@@ -91,6 +105,8 @@ def greedy(logits: jax.Array) -> Sampled:
         top_ids=jnp.zeros((rows, 0), jnp.int32),
         top_logprobs=jnp.zeros((rows, 0), jnp.float32),
         nonfinite=nonfinite,
+        lacks_mask=jnp.zeros(rows, jnp.bool_),
+        is_stuck=jnp.zeros(rows, jnp.bool_),
     )
 
 
@@ -101,11 +117,13 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     num_history: jax.Array,
+    masks: MaskRows | None = None,
 ) -> Sampled:
     """Draws one id per row: edits, temperature, min-p, top-k, top-p, then Gumbel-max.
 
-    The edits are, in this order: penalties, logit bias, allowed ids, bad words, min_tokens. A row
-    they leave without any id answers id 0 with log-probability -inf if it asks for processed ones.
+    The edits are, in this order: mask, penalties, logit bias, allowed ids, bad words, min_tokens.
+    A row they leave without any id answers id 0, with log-probability -inf if it asks for processed
+    ones; a masked row is told of then.
 
     Args:
       logits: f32[R, V], of the position after the last id of `history`.
@@ -113,6 +131,7 @@ def sample(
       tables: lists of each row.
       history: i32[R, L], the row's ids so far, the prompt first; what follows them is not read.
       num_history: i32[R], how many they are, the id that produced the logits included.
+      masks: what masked rows may sample; None where the program takes none.
 
     Returns:
       Sampled with N = LIMITS.logprobs alternatives, zeros unless some row wants any; entries past
@@ -120,7 +139,14 @@ def sample(
       says `processed_logprobs` of the edited, scaled (a greedy row's by 1) and filtered ones.
     """
     logits, nonfinite = _finite_rows(logits)
-    edited = _edited(logits, rows, tables, history, num_history)
+    edited, lacks_mask = logits, jnp.zeros_like(nonfinite)
+    if masks is not None:
+        # First of the edits: none of the others makes a finite logit of an infinite one.
+        edited, lacks_mask = _only_unmasked(logits, masks)
+    edited = _edited(edited, rows, tables, history, num_history)
+    is_stuck = jnp.zeros_like(nonfinite)
+    if masks is not None:
+        is_stuck = masks.is_masked & ~nonfinite & jnp.all(edited == -jnp.inf, axis=-1)
     distances = _filtered(_distances(edited, rows), rows)
     token_ids = _drawn(distances, rows)
     reported = jnp.where((rows.processed_logprobs != 0)[:, None], -distances, logits)
@@ -131,7 +157,9 @@ def sample(
         reported,
     )
     logprobs, ranks = _scores_of(reported, token_ids)
-    return Sampled(token_ids, logprobs, ranks, top_ids, top_logprobs, nonfinite)
+    return Sampled(
+        token_ids, logprobs, ranks, top_ids, top_logprobs, nonfinite, lacks_mask, is_stuck
+    )
 
 
 def logprobs_of(
@@ -223,6 +251,29 @@ def _edited(
     # One condition for the usual step, which edits nothing.
     is_any_wanted = jnp.any(jnp.stack([is_wanted for is_wanted, _ in edits]))
     return jax.lax.cond(is_any_wanted, apply_each, lambda x: x, logits)
+
+
+def _only_unmasked(logits: jax.Array, masks: MaskRows) -> tuple[jax.Array, jax.Array]:
+    """Masked rows keep the ids of the mask that names their slot and generation; without one none.
+
+    Returns:
+      The logits, and bool[R]: the row is masked and has no mask.
+    """
+    is_own = (masks.slots[None, :] == masks.row_slots[:, None]) & (
+        masks.generations[None, :] == masks.row_generations[:, None]
+    )
+    has_mask = jnp.any(is_own, axis=-1)
+
+    def apply(logits: jax.Array) -> jax.Array:
+        words = masks.words[_argmax(is_own)]
+        bit = jnp.arange(32, dtype=jnp.int32)[None, None, :]
+        is_set = (words[:, :, None] >> bit) & 1
+        is_set = is_set.reshape(len(words), -1)[:, : logits.shape[-1]] != 0
+        is_allowed = (is_set & has_mask[:, None]) | ~masks.is_masked[:, None]
+        return jnp.where(is_allowed, logits, -jnp.inf)
+
+    masked = jax.lax.cond(jnp.any(masks.is_masked), apply, lambda x: x, logits)
+    return masked, masks.is_masked & ~has_mask
 
 
 def _penalized(

@@ -102,12 +102,17 @@ class Settings:
             max_pages=max_pages,
             lane=lane,
             depth=config.depth if lane == "overlap" else 1,
-            ladder=_ladder(config, profile, max_rows, token_budget, max_pages),
+            ladder=_ladder(config, profile, max_rows, token_budget, max_pages, model.vocab_size),
         )
 
 
 def _ladder(
-    config: EngineConfig, profile: DeviceProfile, max_rows: int, token_budget: int, max_pages: int
+    config: EngineConfig,
+    profile: DeviceProfile,
+    max_rows: int,
+    token_budget: int,
+    max_pages: int,
+    vocab_size: int,
 ) -> Ladder:
     rows = config.row_rungs or powers_of_two(min(profile.first_row_rung, max_rows), max_rows)
     tokens = config.token_rungs or (
@@ -130,13 +135,19 @@ def _ladder(
         max_chunk_rows=min(config.max_chunk_rows or profile.max_chunk_rows, max_rows, token_budget),
         deterministic=config.deterministic,
     )
-    if len(ladder.keys()) > config.max_programs:
+    if len(ladder.keys()) > config.max_programs:  # before masks, which ask for theirs by name
         raise ValueError(
             f"the ladder has {len(ladder.keys())} programs but max_programs is "
             f"{config.max_programs}; give fewer row_rungs, token_rungs or page_table_rungs, or "
             "raise max_programs"
         )
-    return ladder
+    if not config.masked_rows:
+        return ladder
+    return dataclasses.replace(
+        ladder,
+        masked_rows=min(config.masked_rows, max_rows),
+        mask_words=-(-vocab_size // 32),
+    )
 
 
 def choose_lane(config: EngineConfig, model: Model) -> Lane:

@@ -25,7 +25,7 @@ from engine.execution.packing import (
     pack_output,
     unpack,
 )
-from engine.execution.sampling import Sampled, SamplingTables
+from engine.execution.sampling import MaskRows, Sampled, SamplingTables
 from engine.scheduling.schedule import RowFault, RowKind
 from models.batch import Batch, Tiling
 from models.cache import Cache, open_cache
@@ -189,6 +189,7 @@ def sample(
     tables: SamplingTables,
     history: jax.Array,
     kv_lens: jax.Array,
+    masks: MaskRows | None = None,
 ) -> Sampled:
     """The head every program has: f32[logit rows, V] -> one id per logit row."""
     if key.sampler == "greedy":
@@ -198,7 +199,7 @@ def sample(
     assert packed.sampling is not None
     row_tables = jax.tree.map(lambda t: t.at[packed.slots].get(mode="clip"), tables)
     row_history = history.at[packed.slots].get(mode="clip")
-    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens)
+    return sampling.sample(logits, packed.sampling, row_tables, row_history, kv_lens, masks)
 
 
 def score(
@@ -362,6 +363,8 @@ def make_step(
         params: Any, state: StepState, flat: jax.Array, embeddings: jax.Array | None = None
     ) -> tuple[StepState, jax.Array]:
         prompt_ids, packed = parts.unpack(flat)
+        # Masks go to `sample` alone: no other part could read them by mistake.
+        masks, packed = packed.masks, dataclasses.replace(packed, masks=None)
         state = dataclasses.replace(
             state, page_tables=set_pages(state.page_tables, packed.page_changes)
         )
@@ -373,7 +376,7 @@ def make_step(
         )
         last = hidden if key.is_decode else hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
         sampled = parts.sample(
-            model.logits(params, last), packed, state.tables, state.history, batch.kv_lens
+            model.logits(params, last), packed, state.tables, state.history, batch.kv_lens, masks
         )
         drafts = resolved.token_ids if key.query_len > 1 else None
         accepted = parts.accept(sampled.token_ids, drafts, packed, batch)
@@ -401,6 +404,9 @@ def _output(
         | jnp.where(_any_in_row(cache.is_nonfinite, batch), int(RowFault.NONFINITE_KV), 0)
         | jnp.where(is_broken, int(RowFault.NONFINITE_LOGITS), 0)
     )
+    if key.masked_rows:
+        faults |= jnp.where(sampled.lacks_mask & is_sampling, int(RowFault.MISSING_MASK), 0)
+        faults |= jnp.where(sampled.is_stuck & is_sampling, int(RowFault.NOTHING_ALLOWED), 0)
     output = {
         "sampled": accepted.ids,
         "num_new": accepted.num_new,

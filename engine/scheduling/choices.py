@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from engine.request import Request, TokenLogprobs
+from engine.request import Matcher, Request, TokenLogprobs
 from engine.scheduling.prefix_cache import PageKeys
 from engine.scheduling.schedule import StepResult
 
@@ -34,6 +34,16 @@ class Choice:
     keys: PageKeys | None = None
     scores: PromptScores | None = None
     """Prompt log-probabilities that are still to be delivered."""
+    matcher: Matcher | None = None
+    """Stands behind the settled outputs, in any slot; None without a grammar or an admission."""
+    mask: np.ndarray | None = None
+    """i32[words]: what the matcher allows next."""
+
+    def begin_grammar(self) -> None:
+        """Before the first output of a choice whose request has a grammar."""
+        if self.request.grammar is not None and self.matcher is None:
+            self.matcher = self.request.grammar.matcher()
+            self.mask = self.matcher.mask()
 
     @property
     def is_scored(self) -> bool:
@@ -52,6 +62,8 @@ class LiveRequest:
     num_unfinished: int = 0
     is_started: bool = False
     """True from the first admission of any choice on."""
+    num_failed_launches: int = 0
+    """Failures of the device that it was in the middle of; launches lost together count as one."""
 
 
 class PromptScores:

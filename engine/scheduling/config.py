@@ -84,6 +84,8 @@ class SchedulerConfig:
     """The sync lane: decode rows carry their id and wait for their last launch to settle."""
     queue_limit: int = LIMITS.queued_requests
     """Requests that wait for their first admission."""
+    masked_rows: int = 0
+    """Rows of one step that a grammar may bound. 0: such requests are refused."""
     weights_version: int = 0
     """Part of every page key."""
 

@@ -61,6 +61,8 @@ class Ledger:
         self.last_step = np.zeros(slots, np.int64)
         """Newest launch that names the slot."""
         self.needs_full_sampler = np.zeros(slots, np.bool_)
+        self.is_masked = np.zeros(slots, np.bool_)
+        """A grammar bounds the outputs."""
         self._sampling = np.zeros((len(SAMPLING_COLUMNS), slots), np.int32)
 
     def occupy(
@@ -89,6 +91,7 @@ class Ledger:
         self.num_outputs[slot] = known - prompt_len
         self.num_in_flight[slot] = 0
         self.needs_full_sampler[slot] = not request.params.is_plain_greedy
+        self.is_masked[slot] = request.grammar is not None
         self._write_sampling(slot, request, choice)
 
     def _write_sampling(self, slot: int, request: Request, choice: int) -> None:

@@ -7,6 +7,14 @@ import hashlib
 
 import numpy as np
 
+from engine.scheduling.cache_events import (
+    CacheCleared,
+    CacheContent,
+    CacheEvent,
+    CacheWatch,
+    PageRemoved,
+    PageStored,
+)
 from engine.scheduling.config import GroupConfig
 
 _ROOT = bytes(16)
@@ -21,6 +29,7 @@ class PageKeys:
 
     def __init__(self, weights_version: int, cache_salt: bytes, groups: tuple[GroupConfig, ...]):
         self.weights_version = weights_version
+        self.cache_salt = cache_salt
         extra = weights_version.to_bytes(8, "little") + len(cache_salt).to_bytes(4, "little")
         self._prefixes = tuple(
             group.to_bytes(4, "little") + extra + cache_salt for group in range(len(groups))
@@ -62,7 +71,28 @@ class PrefixCache:
     def __init__(self, groups: tuple[GroupConfig, ...]) -> None:
         self._groups = groups
         self._pages: tuple[dict[bytes, int], ...] = tuple({} for _ in groups)
-        self._contents: tuple[dict[int, tuple[bytes, bytes]], ...] = tuple({} for _ in groups)
+        self._contents: tuple[dict[int, PageStored], ...] = tuple({} for _ in groups)
+        self._watches: list[CacheWatch] = []
+
+    def watch(self, watch: CacheWatch) -> CacheContent:
+        """Begins to tell `watch` of every change; what is cached now is the answer."""
+        if watch not in self._watches:
+            self._watches.append(watch)
+        watch.begin()
+        by_place = (
+            sorted(contents.values(), key=lambda stored: stored.place)
+            for contents in self._contents
+        )
+        return CacheContent(self._groups, tuple(page for pages in by_place for page in pages))
+
+    def unwatch(self, watch: CacheWatch) -> None:
+        """Ends it; one that does not watch is no error."""
+        if watch in self._watches:
+            self._watches.remove(watch)
+
+    def _tell(self, event: CacheEvent) -> None:
+        for watch in self._watches:
+            watch.add(event)
 
     def find(self, keys: PageKeys, ids: np.ndarray, limit: int) -> Hit:
         """The longest prefix of at most `limit` tokens that every group can serve."""
@@ -102,10 +132,8 @@ class PrefixCache:
             return 0
         size = self._groups[group].page_size
         # Equal ids are checked, so a collision of 128-bit keys costs a miss and never wrong text.
-        is_equal = (
-            self._contents[group][page][1] == ids[place * size : (place + 1) * size].tobytes()
-        )
-        return page if is_equal else 0
+        wanted = ids[place * size : (place + 1) * size].tobytes()
+        return page if self._contents[group][page].token_ids == wanted else 0
 
     def publish(self, group: int, keys: PageKeys, ids: np.ndarray, place: int, page: int) -> bool:
         """Offers a full page of settled ids; False when its content is known already."""
@@ -113,20 +141,31 @@ class PrefixCache:
         if key in self._pages[group]:
             return False
         size = self._groups[group].page_size
+        stored = PageStored(
+            group,
+            key,
+            keys.key(group, place - 1, ids) if place else None,
+            place,
+            ids[place * size : (place + 1) * size].tobytes(),
+            keys.cache_salt,
+        )
         self._pages[group][key] = page
-        self._contents[group][page] = (key, ids[place * size : (place + 1) * size].tobytes())
+        self._contents[group][page] = stored
+        self._tell(stored)
         return True
 
     def evict(self, group: int, page: int) -> None:
         """Forgets one page."""
-        key, _ = self._contents[group].pop(page)
-        del self._pages[group][key]
+        stored = self._contents[group].pop(page)
+        del self._pages[group][stored.key]
+        self._tell(PageRemoved(group, stored.key))
 
     def clear(self) -> None:
         """Forgets every page."""
         for pages, contents in zip(self._pages, self._contents, strict=True):
             pages.clear()
             contents.clear()
+        self._tell(CacheCleared())
 
     def cached_pages(self, group: int) -> set[int]:
         """Pages of a group whose content is known."""

@@ -22,6 +22,8 @@ class RowKind(enum.IntFlag):
     """A decode row (its query length is the program's), else a prefill chunk."""
     SCORES = 8
     """Prompt log-probabilities of this chunk are wanted."""
+    MASKED = 16
+    """The row's sample is bounded by a mask of its own slot and generation, or the row fails."""
 
 
 SAMPLING_COLUMNS: tuple[tuple[str, type], ...] = (
@@ -65,6 +67,23 @@ class Install:
 
 
 @dataclasses.dataclass(frozen=True)
+class Masks:
+    """Which ids the masked rows of a step may sample: one entry per row, in any order."""
+
+    slots: np.ndarray
+    """i32[masks]."""
+    generations: np.ndarray
+    """i64[masks], of the slot's owner whom the entry is for."""
+    words: np.ndarray
+    """i32[masks, ceil(vocab_size / 32)]: id i is allowed when bit i % 32 of word i // 32 is."""
+
+    @property
+    def num_masks(self) -> int:
+        """Entries."""
+        return len(self.slots)
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """One step. Rows stand in batch order: decode rows first, then chunks."""
 
@@ -95,6 +114,8 @@ class Schedule:
     """Slots to install before this step runs."""
     state_ids: tuple[np.ndarray, ...] = ()
     """Per recurrent group i32[rows, 2]: the state a row goes on from and the one it writes."""
+    masks: Masks | None = None
+    """Of the MASKED rows; None where there are none."""
 
     @property
     def num_rows(self) -> int:
@@ -121,6 +142,10 @@ class RowFault(enum.IntFlag):
     """A key, a value or a recurrent state was not finite; 0 was stored."""
     NONFINITE_LOGITS = 4
     """A logit was NaN or infinite."""
+    MISSING_MASK = 8
+    """A masked row found no mask of its own slot and generation."""
+    NOTHING_ALLOWED = 16
+    """Mask, allowed ids, bad words and min_tokens left a masked row no id to choose."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,23 @@ from typing import Literal
 import numpy as np
 
 from engine.config import LIMITS
-from engine.request import Delta, FinishReason, Request, TokenLogprobs
+from engine.request import Delta, FinishReason, Matcher, Request, TokenLogprobs
 from engine.scheduling import policy
+from engine.scheduling.cache_events import CacheContent, CacheWatch
 from engine.scheduling.choices import Choice, LiveRequest, PromptScores
 from engine.scheduling.config import GroupConfig, SchedulerConfig
 from engine.scheduling.ledger import Ledger, Phase
 from engine.scheduling.pages import PageGroup
 from engine.scheduling.prefix_cache import PageKeys, PrefixCache
-from engine.scheduling.schedule import POISON_ID, Install, RowFault, RowKind, Schedule, StepResult
+from engine.scheduling.schedule import (
+    POISON_ID,
+    Install,
+    Masks,
+    RowFault,
+    RowKind,
+    Schedule,
+    StepResult,
+)
 from engine.scheduling.states import StateGroup
 
 __all__ = ["GroupConfig", "QueueFull", "Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -34,6 +43,8 @@ _FAULTS = {
     RowFault.BAD_ID: "its slot's id lay outside the vocabulary, never written or corrupted",
     RowFault.NONFINITE_KV: "a key or value was not finite, or a recurrent state",
     RowFault.NONFINITE_LOGITS: "a logit was not finite",
+    RowFault.MISSING_MASK: "its step brought no grammar mask of its own",
+    RowFault.NOTHING_ALLOWED: "grammar, allowed_token_ids and bad_words together allow no id here",
 }
 
 
@@ -49,6 +60,8 @@ class SchedulerStats:
     num_running: int
     num_in_flight: int
     num_preemptions: int
+    num_resumed: int
+    """Requests that ran again after a failed launch."""
     prefix_query_tokens: int
     """Tokens looked up in the prefix cache, per admission."""
     prefix_hit_tokens: int
@@ -91,6 +104,7 @@ class Scheduler:
         self._next_step = 0
         self._was_decode = False
         self._num_preemptions = 0
+        self._num_resumed = 0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
 
@@ -195,14 +209,15 @@ class Scheduler:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def void(self, schedules: Sequence[Schedule], message: str) -> None:
-        """Ends the requests of failed launches with an error; the device state is lost.
+    def void(self, schedules: Sequence[Schedule], reason: str) -> None:
+        """Forgets failed launches; the device state is lost and the prefix cache is empty.
 
-        Every other running choice starts again from its known ids, and the prefix cache is empty.
+        Every running choice starts again from its settled ids, as after a preemption. A request
+        that was in failed launches before ends with an error, all its choices: it may be the cause.
 
         Args:
           schedules: every launch in flight; settle the sound ones before.
-          message: goes into the deltas.
+          reason: why they failed; goes into the deltas of requests that end.
 
         Raises:
           ValueError: other launches are still in flight.
@@ -212,14 +227,12 @@ class Scheduler:
                 f"{len(schedules)} launches are void but {len(self._in_flight)} are in flight; "
                 "settle the sound ones first and void all others together"
             )
-        named = {self._owners[slot] for one in schedules for slot in one.slots.tolist()}
+        named = [self._owners[slot] for one in schedules for slot in one.slots.tolist()]
         self._in_flight.clear()
         self._ledger.num_in_flight[:] = 0
-        for choice in named:
-            assert choice is not None, "a launch in flight keeps its slots"
-            for one in choice.live.choices:
-                if not one.is_finished:
-                    self._fail(one, message)
+        hit = [choice.live for choice in named if choice is not None and not choice.is_finished]
+        for live in dict.fromkeys(hit):
+            self._resume_or_fail(live, reason)
         self._release_passed(self._next_step)
         for slot, choice in enumerate(self._owners):
             if choice is None:
@@ -229,6 +242,17 @@ class Scheduler:
                 self._draining.add(choice)
             self._release(slot)
         self.reset_prefix_cache()
+
+    def _resume_or_fail(self, live: LiveRequest, reason: str) -> None:
+        live.num_failed_launches += 1
+        if live.num_failed_launches == 1:
+            self._num_resumed += 1
+            return
+        name = live.request.request_id
+        message = f"request {name!r} was in two failed launches, the last one by {reason}"
+        for one in live.choices:
+            if not one.is_finished:
+                self._fail(one, message)
 
     def reset_prefix_cache(self, weights_version: int | None = None) -> None:
         """Forgets every cached page; pages of running choices stay theirs.
@@ -241,6 +265,14 @@ class Scheduler:
         self._cache.clear()
         for group in self._groups:
             group.pool.forget()
+
+    def watch_prefix_cache(self, watch: CacheWatch) -> CacheContent:
+        """Begins to tell `watch` of every change in the prefix cache; returns what is there now."""
+        return self._cache.watch(watch)
+
+    def unwatch_prefix_cache(self, watch: CacheWatch) -> None:
+        """Ends it; one that does not watch is no error."""
+        self._cache.unwatch(watch)
 
     @property
     def is_idle(self) -> bool:
@@ -266,6 +298,7 @@ class Scheduler:
             num_running=self.num_running,
             num_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
+            num_resumed=self._num_resumed,
             prefix_query_tokens=self._prefix_query_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             num_pages=tuple(group.config.num_pages - 1 for group in self._groups),
@@ -290,6 +323,7 @@ class Scheduler:
                 f"request {name!r} has {len(request.stop_ids)} stop ids, the limit is "
                 f"{LIMITS.stop_ids}; name fewer"
             )
+        self._check_grammar(request)
         # The last output is never fed back, so it needs no page.
         num_tokens = max(prompt_len, total - 1)
         for group in self._page_groups:
@@ -304,6 +338,18 @@ class Scheduler:
             raise QueueFull(
                 f"{self._num_unstarted} requests wait and the limit is "
                 f"{self._config.queue_limit}; try again later or raise limits.queued_requests"
+            )
+
+    def _check_grammar(self, request: Request) -> None:
+        if (request.params.structured is None) != (request.grammar is None):
+            raise ValueError(
+                f"request {request.request_id!r} has a structure without its grammar, or a grammar "
+                "without a structure; compile params.structured before it is submitted"
+            )
+        if request.grammar is not None and not self._config.masked_rows:
+            raise ValueError(
+                f"request {request.request_id!r} asks for structured output but the engine has no "
+                "program that takes masks; start it with masked_rows, such as 16"
             )
 
     # Admission.
@@ -341,6 +387,7 @@ class Scheduler:
         self._ledger.num_publishable[slot] = self._num_publishable(choice)
         self._owners[slot] = choice
         choice.slot = slot
+        choice.begin_grammar()
         if choice.num_cached_tokens is None:
             choice.num_cached_tokens = num_cached
             if not choice.live.is_started:
@@ -377,8 +424,9 @@ class Scheduler:
     def _decode_candidates(self) -> np.ndarray:
         ledger = self._ledger
         ready = ledger.has_work & (ledger.num_scheduled >= ledger.num_prefill)
-        if self._config.ids_from_host:
-            ready &= ledger.num_in_flight == 0
+        # A mask is a function of the newest id, so such a row waits until the host knows it.
+        waits = ledger.is_masked | self._config.ids_from_host
+        ready &= ~waits | (ledger.num_in_flight == 0)
         return np.flatnonzero(ready)
 
     def _chunk_candidates(self) -> list[int]:
@@ -447,6 +495,7 @@ class Scheduler:
 
     def _select(self, decodes: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, dict[int, int]]:
         """Rows of the next step: decode slots, and chunk slots with their lengths."""
+        decodes, chunks = self._bound_masked(decodes, chunks)
         budget = self._config.token_budget
         reserve = max(1, budget // 4)  # of a mixed step, so that prompts advance in any crowd
         if len(decodes) and chunks:
@@ -460,6 +509,18 @@ class Scheduler:
                 decodes = decodes[waited[: budget - reserve]]
         self._was_decode = bool(len(decodes))
         return decodes, self._cut_chunks(chunks, budget - len(decodes), len(decodes))
+
+    def _bound_masked(self, decodes: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, list[int]]:
+        """Leaves out masked rows beyond those a step takes; who waited longest is in."""
+        ledger, limit = self._ledger, self._config.masked_rows
+        masked = np.concatenate([decodes, np.array(chunks, np.int64)])
+        masked = masked[ledger.is_masked[masked]]
+        if len(masked) <= limit:
+            return decodes, chunks
+        waited = np.argsort(ledger.last_step[masked], kind="stable")
+        left_out = masked[waited[limit:]]
+        chunks = [slot for slot in chunks if slot not in left_out]
+        return decodes[~np.isin(decodes, left_out)], chunks
 
     def _cut_chunks(self, slots: list[int], budget: int, num_decode: int) -> dict[int, int]:
         config, ledger = self._config, self._ledger
@@ -518,6 +579,7 @@ class Scheduler:
             token_ids.append(ledger.known_ids[slot, start : start + length])
             if self._scores(slot, start, start + length):
                 kinds[row] |= RowKind.SCORES
+        kinds |= np.where(samples & ledger.is_masked[slots], RowKind.MASKED, 0).astype(np.int32)
         sampling = ledger.sampling(slots)
         needs_full = config.deterministic or bool(
             (ledger.needs_full_sampler[slots] & samples).any()
@@ -537,10 +599,22 @@ class Scheduler:
             sampling=sampling,
             installs=tuple(installs),
             state_ids=self._advance_states(slots, kv_lens, len(decodes)),
+            masks=self._masks(slots[kinds & RowKind.MASKED > 0]),
         )
         ledger.launch(self._next_step, slots, q_lens, samples)
         self._next_step += 1
         return schedule
+
+    def _masks(self, slots: np.ndarray) -> Masks | None:
+        """What the masked rows of a step may sample, from their choices' settled outputs."""
+        if not len(slots):
+            return None
+        words = []
+        for slot in slots.tolist():
+            choice = self._owners[slot]
+            assert choice is not None and choice.mask is not None, "a masked choice has a mask"
+            words.append(choice.mask)
+        return Masks(slots.astype(np.int32), self._ledger.generation[slots], np.stack(words))
 
     def _advance_states(
         self, slots: np.ndarray, kv_lens: np.ndarray, num_decode: int
@@ -646,6 +720,11 @@ class Scheduler:
             choice = self._owners[slot]
             assert choice is not None, "a launch in flight keeps its slots"
             request = choice.request
+            is_whole = False
+            if choice.matcher is not None and not stops:
+                if not self._follow(choice, choice.matcher, token_id, is_last=ends):
+                    continue
+                is_whole = choice.matcher.is_complete
             wanted = request.params.logprobs
             self._deltas.append(
                 Delta(
@@ -654,13 +733,27 @@ class Scheduler:
                     (token_id,),
                     () if wanted is None else (_logprobs(result, row, wanted),),
                     None,
-                    "stop" if stops else "length" if ends else None,
+                    "stop" if stops or is_whole else "length" if ends else None,
                     token_id if stops else None,
                     choice.num_cached_tokens or 0,
                 )
             )
-            if stops or ends:
+            if stops or ends or is_whole:
                 self._finish(choice)
+
+    def _follow(self, choice: Choice, matcher: Matcher, token_id: int, *, is_last: bool) -> bool:
+        """Moves a choice's grammar past its newest id; False: the choice is failed."""
+        name = choice.request.request_id
+        if not matcher.accept(token_id):
+            self._fail(choice, f"request {name!r}: its grammar refused the sampled id {token_id}")
+            return False
+        if matcher.is_complete or is_last:
+            return True
+        choice.mask = matcher.mask()
+        if not choice.mask.any():
+            self._fail(choice, f"request {name!r}: its grammar allows no id of the vocabulary here")
+            return False
+        return True
 
     def _publish(self, slots: np.ndarray) -> None:
         """Offers pages that are full and settled, and settled snapshots, to the prefix cache."""

@@ -8,12 +8,25 @@ from collections.abc import Sequence
 
 import typer
 
-from engine.serving.commands import batch, bench, chat, check, demo, serve
+from engine.serving.commands import (
+    batch,
+    bench,
+    bench_serve,
+    chat,
+    check,
+    demo,
+    gateway,
+    serve,
+    top,
+)
 
 _EPILOG = (
     "Start with `treadle demo`: it answers a question with a small model on a CPU. "
     "Every command explains itself: `treadle generate --help`."
 )
+
+_BENCH_SERVE = "bench serve"
+"""One command of two words: a group could not take `treadle bench MODEL` beside it."""
 
 _OUR_FAULT = 1
 _BAD_INPUT = 2
@@ -34,7 +47,12 @@ app.command("generate")(batch.generate)
 app.command("chat")(chat.chat)
 app.command("score")(batch.score)
 app.command("serve")(serve.serve)
+app.command("top")(top.top)
+app.command("gateway", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    gateway.gateway
+)
 app.command("bench")(bench.bench)
+app.command(_BENCH_SERVE)(bench_serve.bench_serve)
 app.command("check")(check.check)
 
 
@@ -54,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str], debug: bool) -> int:
+    if " ".join(words[:2]) == _BENCH_SERVE:
+        words = [_BENCH_SERVE, *words[2:]]
     try:
         code = app(words, prog_name="treadle", standalone_mode=False)
     except BrokenPipeError:

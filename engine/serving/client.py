@@ -73,11 +73,24 @@ class Client:
     Args:
       address: host and port.
       timeout: seconds of one call at most; None: no limit.
+      token: bearer token of a server with a token file.
+      tls: of `grpc.ssl_channel_credentials`; None: plain text.
     """
 
-    def __init__(self, address: str = ADDRESS, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = ADDRESS,
+        *,
+        timeout: float | None = None,
+        token: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._metadata = _metadata(token)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, tls, options=_OPTIONS)
         self._stub = pb_grpc.GenerationServiceStub(self._channel)
 
     def generate(
@@ -171,12 +184,12 @@ class Client:
 
     def _call(self, method: Any, request: Any) -> Any:
         with _errors():
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
 
     def _outputs(self, request: pb.GenerateRequest, prompt: Text) -> Generator[RequestOutput]:
         reader = _StreamReader(prompt)
         with _errors():
-            call: Any = self._stub.Generate(request, timeout=self._timeout)
+            call: Any = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
             try:
                 for message in call:
                     yield reader.output(message)
@@ -187,9 +200,20 @@ class Client:
 class AsyncClient:
     """`Client` for an event loop: same methods and errors; `stream` is an async generator."""
 
-    def __init__(self, address: str = ADDRESS, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = ADDRESS,
+        *,
+        timeout: float | None = None,
+        token: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._metadata = _metadata(token)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls, options=_OPTIONS)
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
 
     async def generate(
@@ -281,14 +305,14 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         with _errors():
-            return await method(request, timeout=self._timeout)
+            return await method(request, timeout=self._timeout, metadata=self._metadata)
 
     async def _outputs(
         self, request: pb.GenerateRequest, prompt: Text
     ) -> AsyncGenerator[RequestOutput]:
         reader = _StreamReader(prompt)
         with _errors():
-            call = self._stub.Generate(request, timeout=self._timeout)
+            call = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
             try:
                 async for message in call:
                     yield reader.output(message)
@@ -424,3 +448,7 @@ def _position(message: pb.TokenLogprob) -> PositionLogprobs:
     for rank, top in enumerate(message.top, start=1):
         position.setdefault(top.token_id, Logprob(top.logprob, rank, top.token_bytes))
     return position
+
+
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return () if token is None else (("authorization", f"Bearer {token}"),)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.config import LIMITS, Limits
-from engine.request import Request, SamplingParams, validate_params
+from engine.request import Grammar, Request, SamplingParams, validate_params
 
 if TYPE_CHECKING:
     from engine.core import EngineInfo
+    from engine.text.grammar import GrammarCompiler
     from engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
@@ -66,11 +67,24 @@ class Frontend:
         if defaults.get("do_sample") is False:
             self._defaults["temperature"] = 0.0
         self._default_max_tokens: int | None = defaults.get("max_new_tokens")
+        self._grammars = self._begin_grammars(info.masked_rows)
         try:  # at start-up, where the file can be named, not at the first request
             self.default_params = self._over_defaults({})
             SamplingParams(max_tokens=self._default_max_tokens)
         except (ValueError, TypeError) as error:
             raise type(error)(f"generation_config.json: {error}; correct the file") from error
+
+    def _begin_grammars(self, masked_rows: int) -> GrammarCompiler | None:
+        """Prepares the vocabulary for grammars, where the engine takes masks and the extra is."""
+        if not masked_rows or self._tokenizer is None:
+            return None
+        from engine.text import grammar
+
+        if not grammar.is_installed() or not self.eos_ids:
+            return None
+        return grammar.GrammarCompiler(
+            self._tokenizer, self._vocab_size, self.eos_ids, self._limits
+        )
 
     def prepare(
         self,
@@ -331,6 +345,23 @@ class Frontend:
             seed=seed,
             priority=_priority(priority),
             cache_salt=self._cache_salt(cache_salt),
+            grammar=self._grammar(params),
+        )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The compiled form of the output: this waits, so it never runs on an event loop."""
+        if params.structured is None:
+            return None
+        if self._grammars is not None:
+            return self._grammars.compile(params.structured)
+        tokenizer = self.tokenizer("structured output")
+        from engine.text import grammar
+
+        # What is missing first: the extra or an end id, by the compiler's own words.
+        grammar.GrammarCompiler(tokenizer, self._vocab_size, self.eos_ids, self._limits)
+        raise ValueError(
+            "structured is set but the engine has no program that takes masks; start it with "
+            "masked_rows (--masked-rows), such as 16"
         )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:

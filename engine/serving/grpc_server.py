@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import pathlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import grpc
 import grpc.aio
 import prometheus_client
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,9 +21,11 @@ from grpc_health.v1.health import (
 )
 from grpc_reflection.v1alpha import reflection
 
-from engine.serving import metrics
+from engine.serving import admin, compatibility, exposure, interceptors, metrics
 from engine.serving.grpc_service import GenerationService, UnreadableRequests
 from engine.serving.thread import EngineDead
+from engine.serving.tracing import Spans
+from proto.treadle.v1 import admin_pb2_grpc
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
 
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 """Name under which health answers for the generation service; "" answers alike."""
+
+_LOG = logging.getLogger(__name__)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -49,15 +56,35 @@ class ServerSettings:
     """Where and how a server listens."""
 
     host: str = "127.0.0.1"
-    """There is no authentication: only loopback is safe without a gateway in front."""
+    """Others than loopback need TLS, a token file or `insecure`."""
     port: int = 50051
     """0 lets the system choose."""
     metrics_port: int | None = None
-    """Serves Prometheus metrics on `host`; None: none."""
+    """Serves Prometheus metrics; None: none."""
+    metrics_host: str = "127.0.0.1"
+    """Where metrics listen. They need no token and say nothing of prompts."""
     drain_seconds: float = 30.0
     """How long running requests may go on after SIGTERM."""
     max_receive_bytes: int = 4 * 2**20
     """Bytes of one request."""
+    request_seconds: float | None = None
+    """How long a call that makes tokens may take, whatever its own deadline; None: no limit."""
+    tls_cert: pathlib.Path | None = None
+    """PEM certificate of the server, its chain behind it."""
+    tls_key: pathlib.Path | None = None
+    """Its key."""
+    tls_client_ca: pathlib.Path | None = None
+    """Clients must show a certificate of this authority."""
+    token_file: pathlib.Path | None = None
+    """Bearer tokens, one a line: calls need one of them, health excepted."""
+    insecure: bool = False
+    """Other machines may call without TLS and without a token."""
+    admin: bool = False
+    """Serves treadle.v1.AdminService too."""
+    profile_dir: pathlib.Path | None = None
+    """Where the admin service puts recordings."""
+    otel_endpoint: str | None = None
+    """Collector of OpenTelemetry spans (OTLP over gRPC); None: no spans."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("max_receive_bytes", 1024, 2**31 - 1)):
@@ -68,6 +95,26 @@ class ServerSettings:
             raise ValueError(f"metrics_port is {self.metrics_port}, it must lie in [0, 65535]")
         if not 0.0 <= self.drain_seconds <= 86_400.0:
             raise ValueError(f"drain_seconds is {self.drain_seconds}, it must lie in [0, 86400]")
+        if self.request_seconds is not None and not 0.0 < self.request_seconds <= 86_400.0:
+            raise ValueError(
+                f"request_seconds is {self.request_seconds}, it must lie in (0, 86400]"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key; give them too")
+        if self.profile_dir is not None and not self.admin:
+            raise ValueError("profile_dir is for the admin service; turn that on with --admin")
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """What TLS needs; None: plain text.
+
+        Raises:
+          OSError, ValueError: a file cannot be read or does not hold what it should.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return exposure.credentials(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 class StopSignals:
@@ -103,7 +150,8 @@ async def serve(
     *,
     signals: StopSignals,
     announce: Callable[[str], None],
-) -> None:
+    on_lost: Callable[[], None] = lambda: None,
+) -> bool:
     """Serves until told to stop, then drains.
 
     The port is taken first, so that a port in use fails at once; health says NOT_SERVING until the
@@ -115,20 +163,43 @@ async def serve(
       engine_settings: what GetServerInfo tells about the engine's settings.
       signals: what ends it.
       announce: gets a line at each turn of the server's life.
+      on_lost: called when the engine is lost, before anything is closed, which may then take long.
+
+    Returns:
+      False: told to stop before the engine was warm; its compilations go on in their threads.
 
     Raises:
+      ValueError: the host is open to others without TLS, a token or `insecure`; or a file of the
+        settings does not hold what it should.
       OSError: a port cannot be used.
       EngineDead: the engine failed while serving.
       Exception: what `make_llm` raised.
     """
+    warning = exposure.check_host(
+        settings.host,
+        has_tls=settings.tls_cert is not None,
+        has_tokens=settings.token_file is not None,
+        is_insecure=settings.insecure,
+    )
+    spans = None if settings.otel_endpoint is None else Spans.to_collector(settings.otel_endpoint)
     registry = prometheus_client.CollectorRegistry()
-    service = GenerationService(engine_settings)
-    server = _server(service, settings)
+    service = GenerationService(
+        {**engine_settings, "compatibility_service": compatibility.described()}
+    )
+    server = _server(
+        service, settings, interceptors.Calls(registry, settings.request_seconds, spans)
+    )
     port = _bind(server, settings)
+    if warning is not None:
+        announce(f"warning: {warning}")
+    announce(f"compatibility service: {compatibility.described()}")
     with contextlib.ExitStack() as stack:
+        if spans is not None:
+            stack.callback(spans.close)
         if settings.metrics_port is not None:
-            listening = metrics.listening(registry, settings.metrics_port, settings.host)
-            announce(f"metrics on http://{settings.host}:{stack.enter_context(listening)}/metrics")
+            place = metrics.listening(registry, settings.metrics_port, settings.metrics_host)
+            number = stack.enter_context(place)
+            announce(f"metrics on http://{settings.metrics_host}:{number}/metrics")
         checks = aio_health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         await _set_health(checks, _NOT_SERVING)
@@ -137,26 +208,36 @@ async def serve(
             announce(f"listening on {settings.host}:{port}; not serving until the engine is warm")
             llm = await _started(make_llm, service, signals)
             if llm is None:
-                return
+                announce("stopped before the engine was warm")
+                return False
             stack.callback(llm.shutdown)
             service.become_ready(llm, metrics.Metrics(registry, llm.info, _stats_reader(llm)))
             await _set_health(checks, _SERVING)
             announce(f"serving {llm.info.model_name} on {settings.host}:{port}")
-            await _until_stopped(llm, service, checks, signals)
+            await _until_stopped(llm, service, checks, signals, on_lost)
             announce(f"draining: {service.num_calls} calls run")
             await _drain(service, checks, signals, settings.drain_seconds)
         finally:
             await server.stop(_CLOSING_SECONDS)
     announce("stopped")
+    return True
 
 
-def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Server:
+def _server(
+    service: GenerationService,
+    settings: ServerSettings,
+    calls: interceptors.Calls,
+) -> grpc.aio.Server:
+    around: list[grpc.aio.ServerInterceptor] = [calls]
+    if settings.token_file is not None:
+        around.append(interceptors.Tokens(interceptors.read_tokens(settings.token_file)))
     server = grpc.aio.server(
-        interceptors=(UnreadableRequests(),),
+        interceptors=(*around, UnreadableRequests()),
         options=(
             # Two servers on one port would each get half of the clients.
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", settings.max_receive_bytes),
+            # What we send is bounded by what we make: prompt log-probabilities may be large.
             ("grpc.max_send_message_length", -1),
             # Gateways ping idle connections every 30 s, which gRPC's own defaults punish.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -167,16 +248,25 @@ def _server(service: GenerationService, settings: ServerSettings) -> grpc.aio.Se
         ),
     )
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
-    reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    if settings.admin:
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            admin.AdminService(service.call, settings.profile_dir), server
+        )
+        names.append(admin.SERVICE)
+    names.extend(compatibility.add_to_server(service, server))
+    reflection.enable_server_reflection(names, server)
     return server
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
     address = f"{settings.host}:{settings.port}"
+    secrets = settings.credentials()
     try:
-        port = server.add_insecure_port(address)
+        if secrets is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, secrets)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -190,7 +280,7 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
 async def _set_health(
     checks: aio_health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus
 ) -> None:
-    for name in ("", SERVICE):
+    for name in ("", SERVICE, *compatibility.names()):
         await checks.set(name, status)
 
 
@@ -233,13 +323,17 @@ async def _until_stopped(
     service: GenerationService,
     checks: aio_health.HealthServicer,
     signals: StopSignals,
+    on_lost: Callable[[], None],
 ) -> None:
     """Returns at the first stop signal; raises EngineDead when the engine is lost before."""
     while not signals.drain.is_set():
         try:
             llm.check_health()
-        except EngineDead as error:
-            service.become_failed(str(error))
+        except EngineDead:
+            _LOG.error("the engine is lost; the server ends")
+            on_lost()
+            # Callers are told no more: what a device says may name the machine.
+            service.become_failed("its log says why")
             await checks.enter_graceful_shutdown()
             raise
         with contextlib.suppress(TimeoutError):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import google.protobuf.message
@@ -87,7 +95,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams what the request produces; leaving early, for any reason, frees it."""
-        async with self._call(context) as llm:
+        async with self.call(context) as llm:
             fields = messages.params_fields(request.params)
             stream = llm.generate(
                 messages.prompt(request),
@@ -98,7 +106,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 mode="final" if request.stream_mode == pb.STREAM_MODE_FINAL else "delta",
             )
             is_first = True
-            with self._counted() as count:
+            with self.counted() as count:
                 async with contextlib.aclosing(stream):
                     async for output in stream:
                         count(output)
@@ -114,7 +122,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext
     ) -> pb.ScoreResponse:
         """Scores all items side by side; one that is at fault refuses the call."""
-        async with self._call(context) as llm:
+        async with self.call(context) as llm:
             pairs = [messages.score_pair(item) for item in request.items]
             llm.frontend.check_count(len(pairs))
             results = await _scored(llm, pairs, request.priority, request.cache_salt)
@@ -124,15 +132,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
         """Ends a request; one that is not live is no error."""
-        if self._llm is not None:
-            await self._llm.abort(request.request_id)
+        await self.abort((request.request_id,))
         return pb.AbortResponse()
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         """Text to ids."""
-        async with self._call(context) as llm:
+        async with self.call(context) as llm:
             special = not request.HasField("add_special_tokens") or request.add_special_tokens
             encode = llm.frontend.tokenizer("Tokenize").encode
             ids = await asyncio.to_thread(encode, request.text, add_special_tokens=special)
@@ -142,7 +149,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         """Ids to text."""
-        async with self._call(context) as llm:
+        async with self.call(context) as llm:
             skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
             tokenizer = llm.frontend.tokenizer("Detokenize")
             ids = list(request.token_ids)
@@ -158,7 +165,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         """What is served."""
-        async with self._call(context) as llm:
+        async with self.call(context) as llm:
             return messages.model_info(llm.info, llm.frontend.eos_ids)
 
     async def GetServerInfo(
@@ -181,20 +188,28 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return answer
 
     @contextlib.asynccontextmanager
-    async def _call(self, context: grpc.aio.ServicerContext) -> AsyncIterator[AsyncLLM]:
-        """Lends the engine to one call, and words what goes wrong in it as a status."""
+    async def call(
+        self, context: grpc.aio.ServicerContext, *, is_awaited: bool = True
+    ) -> AsyncIterator[AsyncLLM]:
+        """Lends the engine to one call, and words what goes wrong in it as a status.
+
+        Args:
+          context: of the call.
+          is_awaited: whether a server that drains waits for the call's end.
+        """
         llm = self._llm
         if llm is None or self._state != pb.SERVER_STATE_READY:
             await self._refuse(context, grpc.StatusCode.UNAVAILABLE, self._unavailable())
         task = asyncio.current_task()
         assert task is not None
-        self._calls.add(task)
-        self._idle.clear()
+        if is_awaited:
+            self._calls.add(task)
+            self._idle.clear()
         try:
             yield llm
             return
         except asyncio.CancelledError:
-            if not self._is_cut:  # the client is gone
+            if not (self._is_cut and is_awaited):  # the client is gone
                 raise
             task.uncancel()
             code, detail = grpc.StatusCode.UNAVAILABLE, "the server ends; try another replica"
@@ -205,6 +220,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         except EngineDead:
             _LOG.exception("a call met a dead engine")
             code, detail = grpc.StatusCode.UNAVAILABLE, "the engine was lost; the server ends"
+        except RequestFailed as error:
+            _LOG.error("a request failed: %s", error)
+            code, detail = grpc.StatusCode.INTERNAL, str(error)
         except grpc.aio.BaseError:
             raise
         except Exception:
@@ -234,9 +252,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         start = words.get(self._state, "the engine was lost; the server ends")
         return f"{start} ({self._detail}); try another replica, or later"
 
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests; one that is not live is no error."""
+        if self._llm is not None:
+            for request_id in request_ids:
+                await self._llm.abort(request_id)
+
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[_Count]:
-        count = _Count()
+    def counted(self) -> Iterator[Count]:
+        count = Count(self._metrics)
         try:
             yield count
         except RequestFailed:
@@ -247,10 +271,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 self._metrics.finish(count.finished_request())
 
 
-class _Count:
-    """Adds up what one stream produced."""
+class Count:
+    """Adds up what one stream produced.
 
-    def __init__(self) -> None:
+    Args:
+      engine_metrics: told of tokens as they come.
+    """
+
+    def __init__(self, engine_metrics: metrics.Metrics | None) -> None:
+        self._metrics = engine_metrics
         self.last: RequestOutput | None = None
         self.unfinished: FinishReason = "abort"
         """Why choices ended that did not say so themselves."""
@@ -261,7 +290,10 @@ class _Count:
     def __call__(self, output: RequestOutput) -> None:
         """Takes the next output."""
         self.last = output
-        self.num_output_tokens += output.num_output_tokens
+        num_new = output.num_output_tokens
+        self.num_output_tokens += num_new
+        if self._metrics is not None:
+            self._metrics.produce(num_new)
         for choice in output.outputs:
             if choice.finish_reason is not None:
                 self._reasons[choice.index] = choice.finish_reason

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.request import Delta
+from engine.request import Delta, SamplingParams
 from engine.serving.frontend import Frontend, Params, Prepared, Prompt
 from engine.serving.outputs import OutputAssembler, RequestFailed, RequestOutput, ScoreOutput
+from engine.serving.pace import Pace
 from engine.serving.thread import EngineDead, EngineThread, Sink
 
 if TYPE_CHECKING:
     import rich.progress
 
     from engine.core import Core, CoreStats, EngineInfo
+    from engine.scheduling.cache_events import CacheContent, CacheWatch
     from engine.text.chat import ChatTemplate, Message
     from engine.text.tokenizer import Tokenizer
 
@@ -514,6 +516,21 @@ class AsyncLLM(_Face):
         """Forgets every cached prefix."""
         await asyncio.wrap_future(self._thread.call(lambda core: core.reset_prefix_cache()))
 
+    async def watch_prefix_cache(self, watch: CacheWatch) -> CacheContent:
+        """Begins to tell `watch` of every change in the prefix cache; returns what is there now.
+
+        Raises:
+          EngineDead: the engine failed or was closed.
+        """
+        return await asyncio.wrap_future(
+            self._thread.call(lambda core: core.watch_prefix_cache(watch))
+        )
+
+    def unwatch_prefix_cache(self, watch: CacheWatch) -> None:
+        """Ends it soon; one that does not watch, or a dead engine, is no error."""
+        with contextlib.suppress(EngineDead):
+            self._thread.call(lambda core: core.unwatch_prefix_cache(watch))
+
     def check_health(self) -> None:
         """Returns while requests are served; raises EngineDead with the reason otherwise."""
         if not self._thread.healthy:
@@ -526,7 +543,8 @@ class AsyncLLM(_Face):
     async def _prepared(
         self, prepare: Callable[..., Prepared], *arguments: Any, **options: Any
     ) -> Prepared:
-        if sum(len(one) for one in arguments if isinstance(one, str)) > _LONG_TEXT_CHARS:
+        num_chars = sum(len(one) for one in arguments if isinstance(one, str))
+        if num_chars > _LONG_TEXT_CHARS or any(map(_is_structured, arguments)):
             return await asyncio.to_thread(prepare, *arguments, **options)
         return prepare(*arguments, **options)
 
@@ -618,6 +636,7 @@ class _AsyncMailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self._pace = Pace()
         self._events: collections.deque[tuple[_Reader, Delta | Exception, float]] = (
             collections.deque()
         )
@@ -635,8 +654,15 @@ class _AsyncMailbox:
                 raise
 
     def _deliver(self) -> None:
+        if (pause := self._pace.pause()) > 0.0:
+            self.loop.call_later(pause, self._deliver_now)  # still awake: nobody else wakes it
+        else:
+            self._deliver_now()
+
+    def _deliver_now(self) -> None:
         # Cleared before reading: what comes in between wakes again, perhaps for nothing.
         self._is_awake = False
+        self._pace.mark()
         while self._events:
             reader, event, when = self._events.popleft()
             reader.put(event, when)
@@ -684,6 +710,13 @@ def _is_one(prompts: Any) -> bool:
     if not isinstance(prompts, list | tuple) or len(prompts) == 0:
         return False
     return isinstance(prompts[0], int | float | np.number)
+
+
+def _is_structured(params: Any) -> bool:
+    """True for parameters whose grammar must be compiled, which takes a while."""
+    if isinstance(params, SamplingParams):
+        return params.structured is not None
+    return isinstance(params, Mapping) and params.get("structured") is not None
 
 
 def _params_for_each(params: Params | Sequence[Params], num_prompts: int) -> Sequence[Params]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, SamplingParams, StructuredOutput
 from engine.serving import outputs
 from proto.treadle.v1 import generation_pb2 as pb
 
@@ -65,9 +65,28 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, pb.TokenIds):
         return tuple(value.ids)
+    if isinstance(value, pb.StructuredOutput):
+        return _structure(value)
     if isinstance(value, Mapping):
         return dict(value)
     return tuple(_plain(one) for one in value)
+
+
+def _structure(message: pb.StructuredOutput) -> StructuredOutput:
+    kind: Any = message.WhichOneof("form")
+    match kind:
+        case "choice":
+            return StructuredOutput(kind, choices=tuple(message.choice.texts))
+        case "json_object":
+            if not message.json_object:
+                raise ValueError("structured.json_object is false; leave structured out")
+            return StructuredOutput(kind)
+        case None:
+            raise ValueError(
+                "structured is empty; set json_schema, json_object, regex, grammar or choice"
+            )
+        case _:
+            return StructuredOutput(kind, getattr(message, kind))
 
 
 def params_message(params: SamplingParams | Mapping[str, Any] | None) -> pb.SamplingParams:
@@ -113,8 +132,23 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
             getattr(message, name).extend([value] if isinstance(value, str) else value)
         case "seed":
             message.seed = value % 2**64
+        case "structured":
+            _set_structure(message.structured, value)
         case _:
             setattr(message, name, value)
+
+
+def _set_structure(
+    message: pb.StructuredOutput, value: StructuredOutput | Mapping[str, Any]
+) -> None:
+    structured = value if isinstance(value, StructuredOutput) else StructuredOutput(**value)
+    match structured.kind:
+        case "choice":
+            message.choice.texts.extend(structured.choices)
+        case "json_object":
+            message.json_object = True
+        case kind:
+            setattr(message, kind, structured.text)
 
 
 def generate_response(

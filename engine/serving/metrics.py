@@ -22,6 +22,7 @@ _ENGINE = "0"
 
 # 1 ms (a decode step) to 500 s (a long queue).
 _SECONDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
+_TOKENS = tuple(base * 10.0**power for power in range(6) for base in (1.0, 2.0, 5.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,18 @@ class Metrics:
             )
             return made.labels(**labels)
 
+        def tokens(name: str, text: str) -> prometheus_client.Histogram:
+            made = prometheus_client.Histogram(
+                name, text, names, registry=registry, buckets=_TOKENS
+            )
+            return made.labels(**labels)
+
         def counters(name: str, text: str, extra: str) -> Callable[[str], Any]:
             made = prometheus_client.Counter(name, text, (*names, extra), registry=registry)
             return lambda value: made.labels(**labels, **{extra: value})
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._output_tokens = counter("vllm:generation_tokens", "Tokens produced for them.")
+        self._output_tokens = counter("vllm:generation_tokens", "Tokens produced.")
         self._success = counters(
             "vllm:request_success", "Choices ended, by their reason.", "finished_reason"
         )
@@ -86,20 +93,29 @@ class Metrics:
             "vllm:time_per_output_token_seconds",
             "Mean time between two tokens of a request's choices.",
         )
+        self._decode = seconds("vllm:request_decode_time_seconds", "First token to the end.")
         self._latency = seconds("vllm:e2e_request_latency_seconds", "Arrival to the end.")
+        self._prompt_lens = tokens("vllm:request_prompt_tokens", "Prompt tokens of a request.")
+        self._output_lens = tokens("vllm:request_generation_tokens", "Tokens made for a request.")
         self._refused = counters("treadle:requests_refused", "Requests not taken.", "code")
         registry.register(_CoreCollector(info, labels, read_stats))
 
+    def produce(self, num_tokens: int) -> None:
+        """Counts tokens on their way to a caller."""
+        self._output_tokens.inc(num_tokens)
+
     def finish(self, request: FinishedRequest) -> None:
-        """Counts one request that ended."""
+        """Counts one request that ended, whose tokens are counted by then."""
         self._prompt_tokens.inc(request.num_prompt_tokens)
-        self._output_tokens.inc(request.num_output_tokens)
+        self._prompt_lens.observe(request.num_prompt_tokens)
+        self._output_lens.observe(request.num_output_tokens)
         for reason in request.finish_reasons:
             self._success(reason).inc()
         self._latency.observe(request.total_seconds)
         if request.first_token_seconds is None:
             return
         self._first_token.observe(request.first_token_seconds)
+        self._decode.observe(request.total_seconds - request.first_token_seconds)
         # Choices run side by side, so a token of one is a token of each in the same time.
         per_choice = request.num_output_tokens / max(len(request.finish_reasons), 1)
         if per_choice > 1:
@@ -182,6 +198,16 @@ class _CoreCollector(prometheus_client.registry.Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
             ("vllm:num_preemptions", "Requests preempted.", stats.preemptions),
+            (
+                "treadle:failed_launches",
+                "Failures of the device that were recovered from.",
+                stats.failed_launches,
+            ),
+            (
+                "treadle:resumed_requests",
+                "Requests that ran again after one.",
+                stats.resumed_requests,
+            ),
             (
                 "treadle:compiles_after_ready",
                 "Compilations by the engine after it was ready; anything but 0 is a fault.",

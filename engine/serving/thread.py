@@ -99,7 +99,7 @@ class EngineThread:
     @property
     def healthy(self) -> bool:
         """True while requests are served."""
-        return self.is_ready and self._failure is None
+        return self.is_ready and self._failure is None and self._thread.is_alive()
 
     @property
     def failure(self) -> str | None:
@@ -189,23 +189,21 @@ class EngineThread:
             self._die("the engine is closed; make a new one")
         except BaseException as error:
             _LOG.exception("the engine failed and takes no more requests")
-            self._die(f"the engine failed: {_named(error)}; make a new one")
+            self._die(f"the engine failed: {_named(error)}{_cause(error)}; make a new one")
         try:
             core.close()
         except Exception:
             _LOG.exception("the engine's core did not close cleanly")
 
     def _serve(self, core: Core) -> None:
-        is_busy = has_failed = False
+        is_busy = False
         while self._take_commands(core, should_wait=not is_busy):
             try:
-                is_busy, has_failed = core.step(), False
+                is_busy = core.step()
             except Exception as error:
-                if has_failed:  # twice in a row: the device does not come back
-                    raise
-                _LOG.exception("a step failed; what was in flight ends with an error")
-                core.recover(f"the step failed: {_named(error)}")
-                is_busy = has_failed = True
+                _LOG.exception("a step failed; what was in flight runs again")
+                core.recover(_kind(error))
+                is_busy = True
             self._deliver(core, core.poll())
             if not is_busy and not core.is_idle:
                 raise RuntimeError("requests are live but none of them can run")
@@ -293,6 +291,18 @@ def _answer(
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _kind(error: Exception) -> str:
+    """What callers may learn of a fault: the log has the rest, which may name the machine."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return "running out of device memory"
+    return type(error).__name__
+
+
+def _cause(error: BaseException) -> str:
+    """What was being recovered from, where recovering failed."""
+    return "" if error.__context__ is None else f" (after {_named(error.__context__)})"
 
 
 def _named(error: BaseException) -> str:

@@ -161,6 +161,10 @@ class Tokenizer:
         """The token alone as text, for people to read; different ids may look the same."""
         return self.id_to_bytes(token_id).decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        """What a tokenizer.json holds that makes this tokenizer again."""
+        return self._backend.to_str()
+
     def text_to_id(self, token: str) -> int | None:
         """The id of the token spelt `token` in the tokenizer's file."""
         return self._backend.token_to_id(token)

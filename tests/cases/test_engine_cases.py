@@ -400,7 +400,7 @@ def test_padding_rows_and_tokens_write_to_page_zero_alone(core, sampler):
     runner = core.runner
     runner.state = runner.state.replace(
         pools=jax.tree.map(
-            lambda pool: jax.device_put(np.full_like(pool, CANARY), runner.shapes.pool_sharding),
+            lambda pool: jax.device_put(np.full_like(pool, CANARY), pool.sharding),
             runner.state.pools,
         )
     )

@@ -88,12 +88,12 @@ def test_aborting_everything_with_launches_in_flight_leaves_nothing(core, reques
     assert not core.step() and not core.poll()
 
 
-def raise_from_call(function, at: int, is_after: bool = False):
+def raise_from_call(function, at: int, is_after: bool = False, count: int = 10**9):
     """`function`, which raises from its call number `at` on, after having run or instead."""
     calls = itertools.count(1)
 
     def failing(*args):
-        is_failing = next(calls) >= at
+        is_failing = at <= next(calls) < at + count
         result = None if is_failing and not is_after else function(*args)
         if is_failing:
             raise RuntimeError("the device fell over")
@@ -102,34 +102,101 @@ def raise_from_call(function, at: int, is_after: bool = False):
     return failing
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize(
+STAGES = pytest.mark.parametrize(
     ("stage", "is_after"),
     [("pack", False), ("launch", False), ("launch", True), ("settle", False)],
     ids=["packing", "before the launch", "donated state lost", "read-back"],
 )
-def test_failed_step_fails_what_was_in_flight_and_nothing_after(
+
+
+def recovering(core: Core, outputs: loop.Outputs, submitted: list[Request]) -> int:
+    """Runs all requests to their ends as the engine's thread does; returns the failed steps."""
+    num_failures = 0
+    for one in submitted:
+        core.submit(one)
+    while not core.is_idle:
+        try:
+            core.step()
+        except RuntimeError as error:
+            assert str(error) == "the device fell over"
+            num_failures += 1
+            core.recover("a fault made for the test")
+            core.scheduler.audit()
+        loop.take(core, outputs)
+    loop.assert_released(core)
+    return num_failures
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 9])
+@STAGES
+def test_failed_step_is_run_again_and_no_stream_shows_it(
     core, requests, expected, monkeypatch, at, stage, is_after
 ):
     outputs: loop.Outputs = {}
-    for one in requests[:2]:
-        core.submit(one)
-    function = getattr(core.runner, stage)
-    monkeypatch.setattr(core.runner, stage, raise_from_call(function, at, is_after))
+    failing = raise_from_call(getattr(core.runner, stage), at, is_after, count=1)
+    monkeypatch.setattr(core.runner, stage, failing)
+    assert recovering(core, outputs, requests) == 1
+    assert ids_of(outputs) == ids_of(expected)
+    assert {key: one.finish_reason for key, one in outputs.items()} == {
+        key: one.finish_reason for key, one in expected.items()
+    }
+    stats = core.stats()
+    assert stats.failed_launches == 1 and 1 <= stats.resumed_requests <= len(requests)
+
+
+def test_request_in_two_failed_launches_ends_with_its_name_and_the_rest_goes_on(
+    core, requests, expected, monkeypatch
+):
+    # The second launch of the first request fails, and so does its first one when it runs again.
+    outputs: loop.Outputs = {}
+    core.submit(requests[0])
+    launch = core.runner.launch
+    monkeypatch.setattr(core.runner, "launch", raise_from_call(launch, 2, count=2))
+    assert recovering(core, outputs, []) == 2
+    assert recovering(core, outputs, requests[1:]) == 0
+    failed = outputs.pop(("short", 0))
+    assert failed.finish_reason == "error" and failed.error is not None
+    assert failed.error == (
+        "request 'short' was in two failed launches, the last one by a fault made for the test"
+    )
+    whole = ids_of(expected)
+    assert failed.token_ids == whole.pop(("short", 0))[: len(failed.token_ids)]
+    assert ids_of(outputs) == whole
+
+
+@STAGES
+def test_device_that_never_settles_again_is_given_up(core, requests, monkeypatch, stage, is_after):
+    failing = raise_from_call(getattr(core.runner, stage), 3, is_after)
+    monkeypatch.setattr(core.runner, stage, failing)
+    crowd = [dataclasses.replace(requests[0], request_id=f"r{i}") for i in range(40)]
+    try:
+        with pytest.raises(RuntimeError, match="6 steps failed with nothing settled between"):
+            recovering(core, {}, crowd)
+    finally:  # the runner is shared
+        monkeypatch.undo()
+        core.runner.reset_state()
+
+
+def test_state_that_cannot_be_made_anew_is_the_end(core, requests, monkeypatch):
+    core.submit(requests[0])
+    core.step()
+    programs = core.runner.programs
+    broken = dataclasses.replace(programs, fresh=raise_from_call(programs.fresh, 1))
+    monkeypatch.setattr(core.runner, "programs", broken)
     with pytest.raises(RuntimeError, match="the device fell over"):
-        while core.step():
-            loop.take(core, outputs)
+        core.recover("a fault made for the test")
     monkeypatch.undo()
-    core.recover("a launch failed: the device fell over")
-    core.scheduler.audit()
-    loop.run(core, requests[2:], outputs)
-    for key, one in outputs.items():
-        assert one.token_ids == expected[key].token_ids[: len(one.token_ids)]
-    failed = {key[0]: one.error for key, one in outputs.items() if one.finish_reason == "error"}
-    assert "short" in failed and failed.keys() <= {"short", "chunked"}
-    assert set(failed.values()) == {"a launch failed: the device fell over"}
-    whole = {key: one.token_ids for key, one in outputs.items() if key[0] not in failed}
-    assert len(whole) >= 3 and whole == {key: ids_of(expected)[key] for key in whole}
+    core.runner.reset_state()
+
+
+def test_prefixes_of_a_lost_state_are_not_found_again(core, requests, expected):
+    loop.run(core, requests[1:2])
+    core.recover("a fault made for the test")
+    found = loop.run(core, requests[1:2])
+    assert found["chunked", 0].num_cached_tokens == 0
+    assert found["chunked", 0].token_ids == expected["chunked", 0].token_ids
+    again = loop.run(core, [dataclasses.replace(requests[1], request_id="again")])
+    assert again["again", 0].num_cached_tokens > 0
 
 
 def test_poisoned_page_fails_its_request_by_name_and_nobody_else(core, requests, expected):
@@ -161,7 +228,7 @@ def poison_first_page(core: Core, request_id: str) -> None:
     def poisoned(pool: jax.Array) -> jax.Array:
         values = np.array(pool)
         values[page] = np.nan
-        return jax.device_put(values, runner.shapes.pool_sharding)
+        return jax.device_put(values, pool.sharding)
 
     runner.state = runner.state.replace(pools=jax.tree.map(poisoned, runner.state.pools))
 

@@ -27,7 +27,8 @@ NO_CALLER = {
 
 DEVICE_FILES = ("engine/execution/runner.py", "kernels/")
 SERVICE_FILES = {
-    f"engine/serving/{name}.py" for name in ("client", "grpc_server", "grpc_service", "messages")
+    f"engine/serving/{name}.py"
+    for name in ("admin", "client", "grpc_server", "grpc_service", "load", "messages")
 }
 HOST_ONLY = ("engine.scheduling", "engine.text", "engine.request", "engine.config")
 FLOORS = {"kernels": {"models", "engine", "proto"}, "models": {"engine", "proto"}}

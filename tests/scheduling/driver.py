@@ -6,9 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from engine.request import Delta, Request, SamplingParams
+from engine.request import Delta, Request, SamplingParams, StructuredOutput
 from engine.scheduling.scheduler import GroupConfig, Scheduler, SchedulerConfig
 from tests.scheduling import fake_device
+from tests.scheduling.toy_grammar import ToyGrammar
+
+JSON = StructuredOutput("json_object")
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -20,6 +23,7 @@ def config(**changes: object) -> SchedulerConfig:
         token_budget=16,
         max_chunk_rows=4,
         groups=(GroupConfig(num_pages=17, page_size=4),),
+        masked_rows=2,
     )
     return dataclasses.replace(base, **changes)
 
@@ -32,18 +36,20 @@ def request(
     priority: int = 0,
     salt: bytes = b"",
     seed: int = 1 << 40 | 7,
+    grammar: ToyGrammar | None = None,
     **params: object,
 ) -> Request:
     return Request(
         request_id=name,
         prompt_ids=np.array(prompt, np.int32),
-        params=SamplingParams(**params),
+        params=SamplingParams(**params | ({"structured": JSON} if grammar else {})),
         stop_ids=stop_ids,
         eos_ids=stop_ids[:1],
         max_tokens=max_tokens,
         seed=seed,
         priority=priority,
         cache_salt=salt,
+        grammar=grammar,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +23,14 @@ def number(*facts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=6).digest(), "little")
 
 
-def sample(context: list[int], seed: int, choice: int, output_index: int) -> int:
-    return number("sample", context, seed, choice, output_index) % VOCAB
+def sample(
+    context: list[int],
+    seed: int,
+    choice: int,
+    output_index: int,
+    allowed: Sequence[int] = range(VOCAB),
+) -> int:
+    return allowed[number("sample", context, seed, choice, output_index) % len(allowed)]
 
 
 def logprob(context: list[int], token_id: int) -> float:
@@ -33,10 +41,14 @@ def solo(request: Request, choice: int) -> tuple[list[int], str, int | None]:
     """What a choice must return whatever runs beside it: ids, finish reason, stop id."""
     ids = [int(i) for i in request.prompt_ids]
     outputs: list[int] = []
+    grammar: Any = request.grammar
     while len(outputs) < request.max_tokens:
-        outputs.append(sample(ids + outputs, request.seed, choice, len(outputs)))
+        allowed = range(VOCAB) if grammar is None else grammar.allowed(outputs)
+        outputs.append(sample(ids + outputs, request.seed, choice, len(outputs), allowed))
         if outputs[-1] in request.stop_ids and len(outputs) > request.params.min_tokens:
             return outputs, "stop", outputs[-1]
+        if grammar is not None and grammar.is_whole(outputs):
+            return outputs, "stop", None
     return outputs, "length", None
 
 
@@ -88,6 +100,7 @@ class FakeDevice:
         self.pending: deque[tuple[Schedule, StepResult, list[tuple]]] = deque()
         self.program_of: dict[int, str] = {}
         self.num_device_ids = 0
+        self.num_masked = 0
 
     def launch(self, schedule: Schedule) -> None:
         self._check_shape(schedule)
@@ -131,7 +144,8 @@ class FakeDevice:
                 index = int(sampling["output_index"])
                 assert index == len(context) - sampling["prompt_len"]
                 seed = int(sampling["seed_low"]) | int(sampling["seed_high"]) << 32
-                token_id = sample(context, seed, int(sampling["choice"]), index)
+                allowed = self._allowed(schedule, row)
+                token_id = sample(context, seed, int(sampling["choice"]), index, allowed)
                 sampled[row, 0], num_new[row] = token_id, 1
                 logprobs[row, 0] = logprob(context, token_id)
                 self.last_tokens[slot] = token_id
@@ -174,6 +188,21 @@ class FakeDevice:
                 if pool[state_id].owner != owner:
                     pool[state_id] = State(owner, ())
         return schedule, result
+
+    def _allowed(self, schedule: Schedule, row: int) -> Sequence[int]:
+        """Ids the row may sample, by the one mask of its slot and generation."""
+        if not schedule.kinds[row] & RowKind.MASKED:
+            return range(VOCAB)
+        slot = schedule.slots[row]
+        for earlier, *_ in self.pending:
+            samples = earlier.slots[earlier.kinds & RowKind.SAMPLES > 0]
+            assert slot not in samples, "a masked row runs before its newest id is settled"
+        masks = schedule.masks
+        assert masks is not None and masks.num_masks <= self.config.masked_rows
+        own = (masks.slots == slot) & (masks.generations == schedule.generations[row])
+        (entry,) = np.flatnonzero(own)
+        self.num_masked += 1
+        return [i for i in range(VOCAB) if masks.words[entry, 0] >> i & 1]
 
     @property
     def page_sizes(self) -> list[int]:

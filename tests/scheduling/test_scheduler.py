@@ -371,7 +371,13 @@ def test_flagged_row_fails_its_request_by_name_and_no_other(fault, message):
     assert driver.finished["next", 0].num_cached_tokens == 0, "a faulty page was cached"
 
 
-def test_failed_launches_end_their_requests_and_the_others_start_again():
+def named_in(driver):
+    """Requests of the oldest launch in flight."""
+    owners = driver.scheduler._owners
+    return {owners[slot].request.request_id for slot in driver.device.pending[0][0].slots}
+
+
+def test_failed_launch_is_run_again_and_a_request_it_meets_twice_ends():
     driver = Driver(config(max_chunk=2, token_budget=2, max_chunk_rows=1))
     for name in "abc":
         driver.submit(endless(name, length=6))
@@ -379,18 +385,48 @@ def test_failed_launches_end_their_requests_and_the_others_start_again():
         driver.step(depth=1)
     driver.launch()
     assert driver.scheduler.num_running == 3
-    named = {
-        driver.scheduler._owners[s].request.request_id for s in driver.device.pending[0][0].slots
-    }
+    named = named_in(driver)
     assert 0 < len(named) < 3
     with pytest.raises(ValueError, match="0 launches are void but 1 are in flight"):
         driver.scheduler.void([], "no")
     driver.fail()
-    assert {name for (name, _) in driver.finished} == named
+    assert not driver.finished
     assert driver.scheduler.stats.num_idle_pages == (0,)
+    assert driver.scheduler.stats.num_resumed == len(named)
+    while True:
+        driver.launch()
+        if again := named & named_in(driver):
+            break
+        driver.settle()
+    driver.fail()
+    assert {name for (name, _) in driver.finished} == again
+    for name in again:
+        error = driver.finished[name, 0].error
+        assert f"request {name!r} was in two failed launches" in error
+        assert "the device failed" in error
     driver.run()
     reasons = {name: delta.finish_reason for (name, _), delta in driver.finished.items()}
-    assert reasons == {name: "error" if name in named else "length" for name in "abc"}
+    assert reasons == {name: "error" if name in again else "length" for name in "abc"}
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_streams_go_on_without_a_gap_or_a_repeat_after_launches_were_lost(depth, num_steps):
+    driver = Driver(config(max_chunk=3, token_budget=6))
+    for name, params in (
+        ("plain", {}),
+        ("several", {"n": 2}),
+        ("scored", {"prompt_logprobs": 1, "logprobs": 1}),
+    ):
+        driver.submit(endless(name, length=7, max_tokens=9, **params))
+    for _ in range(num_steps):
+        driver.step(depth)
+    driver.launch()
+    driver.fail()
+    driver.run(depth)  # compares ids and numbers with a solo run
+    assert {delta.finish_reason for delta in driver.finished.values()} == {"length"}
+    assert len(driver.finished) == 4
+    assert driver.scheduler.stats.num_resumed > 0
 
 
 # Order and preemption.

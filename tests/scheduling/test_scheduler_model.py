@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.scheduling.scheduler import GroupConfig
 from tests.scheduling.driver import Driver, config, request
+from tests.scheduling.toy_grammar import ToyGrammar
 
 PROMPTS = st.integers(0, 2).flatmap(
     lambda family: st.integers(1, 20).map(lambda n: [family, *([1 + family, 2, 3, 4] * 5)][:n])
@@ -34,6 +35,7 @@ class Interleavings(RuleBasedStateMachine):
         max_chunk=st.sampled_from([None, 1, 3, 7]),
         token_budget=st.sampled_from([1, 2, 5, 16]),
         num_pages=st.sampled_from([9, 11, 14, 40]),
+        masked_rows=st.integers(1, 4),
         other=st.sampled_from(
             [None, GroupConfig(12, 3), GroupConfig(12, 3, window=4), *RECURRENT.values()]
         ),
@@ -55,8 +57,11 @@ class Interleavings(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         start=st.sampled_from([0, 1, 6, 30]),
+        grammar=st.sampled_from([None, ToyGrammar(1), ToyGrammar(2)]),
     )
-    def submit(self, prompt, max_tokens, stop_ids, salt, priority, start, min_tokens, **params):
+    def submit(
+        self, prompt, max_tokens, stop_ids, salt, priority, start, min_tokens, grammar, **params
+    ):
         self.driver.submit(
             request(
                 str(self.num_submitted),
@@ -67,7 +72,8 @@ class Interleavings(RuleBasedStateMachine):
                 salt,
                 seed=self.num_submitted % 3,
                 prompt_logprobs_start=start,
-                min_tokens=min(min_tokens, max_tokens),
+                min_tokens=0 if grammar else min(min_tokens, max_tokens),
+                grammar=grammar,
                 **params,
             )
         )

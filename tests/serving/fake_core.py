@@ -21,6 +21,8 @@ ASSISTANT = 259
 VOCAB_SIZE = 260
 _SPECIAL = {BOS: "<s>", EOS: "</s>", USER: "<user>", ASSISTANT: "<assistant>"}
 
+_LOST = RuntimeError("device lost: secret details of the machine")
+
 Reply = Callable[[Request, int], Sequence[int]]
 """Output ids of one choice: (request, choice) -> ids. Letters by rule follow when they run out."""
 
@@ -50,6 +52,7 @@ class FakeInfo:
     num_parameters: int = 1000
     prefix_cache: bool = True
     deterministic: bool = False
+    masked_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,8 @@ class FakeStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    failed_launches: int = 0
+    resumed_requests: int = 0
     steps: Mapping[str, int] = types.MappingProxyType({})
     device_rows: int = 0
     host_rows: int = 0
@@ -138,6 +143,7 @@ class FakeCore:
       step_seconds: time one step sleeps.
       fail_at_step: from this step (from 1) on steps raise, as with a broken device.
       num_failures: steps that raise.
+      failure: what they raise.
       error_prompts: first prompt ids whose requests finish with "error".
     """
 
@@ -151,6 +157,7 @@ class FakeCore:
         step_seconds: float = 0.0,
         fail_at_step: int | None = None,
         num_failures: int = 10**9,
+        failure: Exception = _LOST,
         error_prompts: frozenset[int] = frozenset(),
     ) -> None:
         self.info = info or FakeInfo()
@@ -168,7 +175,9 @@ class FakeCore:
         self._step_seconds = step_seconds
         self._fail_at_step = fail_at_step
         self._num_failures = num_failures
+        self._failure = failure
         self.recoveries: list[str] = []
+        self._num_failures_in_a_row = 0
         self._error_prompts = error_prompts
         self._waiting: collections.deque[_Choice] = collections.deque()
         self._running: list[_Choice] = []
@@ -218,15 +227,19 @@ class FakeCore:
         if self._fail_at_step is not None and (
             0 <= self.num_steps - self._fail_at_step < self._num_failures
         ):
-            raise RuntimeError("device lost: secret details of the machine")
+            raise self._failure
+        self._num_failures_in_a_row = 0
         time.sleep(self._step_seconds)
         for one in list(self._running):
             self._advance(one)
         return True
 
-    def recover(self, message: str) -> None:
-        """Keeps every request, as the real core keeps those that were not in flight."""
-        self.recoveries.append(message)
+    def recover(self, reason: str) -> None:
+        """Keeps every request; the third failure with no step between is the end."""
+        self.recoveries.append(reason)
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= 3:
+            raise RuntimeError(f"3 steps failed in a row, the last one by {reason}")
 
     @property
     def is_idle(self) -> bool:
@@ -243,6 +256,7 @@ class FakeCore:
         return FakeStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            failed_launches=len(self.recoveries),
             steps={"overlap": self.num_steps, "sync": 0, "eager": 0},
             device_rows=self.num_steps,
             host_rows=len(self.submitted),

@@ -14,9 +14,10 @@ import pytest
 
 import engine.execution
 from engine.config import EngineConfig
-from engine.serving import cli
+from engine.serving import cli, logs
 from engine.serving.client import Client
 from engine.serving.commands import batch, bench, demo, jsonl, startup
+from engine.serving.commands import serve as serve_command
 from engine.serving.llm import LLM, AsyncLLM
 from tests.serving.fake_core import FakeCore, FakeTokenizer
 
@@ -57,6 +58,9 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
+    # The log would go on to a stream that ends with the test.
+    monkeypatch.setattr(logs, "configure", lambda log_format: None)
+    monkeypatch.setattr(serve_command, "_leave", lambda: None)  # which would end the tests
     return Run(monkeypatch, capsys)
 
 
@@ -72,17 +76,18 @@ def _read(path):
 # Words of every command.
 
 
+_COMMANDS = ("demo", "generate", "chat", "score", "serve", "bench", "bench serve", "top", "check")
+
+
 def test_help_names_every_command_and_where_to_start(run):
     code, out, _ = run("--help")
     assert code == 0
-    for name in ("demo", "generate", "chat", "score", "serve", "bench", "check"):
+    for name in _COMMANDS:
         assert f" {name} " in out
     assert "Start with treadle demo" in out
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "generate", "chat", "score", "serve", "bench", "check"]
-)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_help_of_every_command_shows_an_example(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -172,6 +177,7 @@ def test_every_option_reaches_the_engine(run):
         *("--no-prefix-cache", "--no-overlap", "--depth", "3", "--no-command-buffers"),
         *("--sync-lane", "A", "--sync-lane", "B", "--require-overlap"),
         *("--compilation-cache", "off", "--memory-fraction", "0.5", "--policy", "priority"),
+        *("--masked-rows", "2"),
     )
     assert run.configs == [
         EngineConfig(
@@ -193,6 +199,7 @@ def test_every_option_reaches_the_engine(run):
             compilation_cache=None,
             memory_fraction=0.5,
             policy="priority",
+            masked_rows=2,
         )
     ]
 
@@ -614,9 +621,9 @@ cli.main(sys.argv[1:])
 class Served:
     """`treadle serve` over a fake core in a process of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, program=_SERVE):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, "serve", "m", *arguments],
+            [sys.executable, "-c", program, "serve", "m", *arguments],
             cwd=_ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stderr=subprocess.PIPE,
@@ -654,6 +661,21 @@ def test_serve_drains_on_sigterm_and_exits_with_0():
         assert served.process.wait(30) == 0
 
 
+def test_serve_that_is_stopped_while_it_warms_leaves_with_0_and_says_so():
+    slow = _SERVE.replace("FakeCore(step_seconds=0.02)", "time.sleep(600)").replace(
+        "import sys", "import sys, threading, time"
+    )
+    # A thread that cannot be interrupted, as those that compile.
+    slow = slow.replace(
+        "cli.main", "threading.Thread(target=time.sleep, args=(600,)).start(); cli.main"
+    )
+    with Served("--port", "0", program=slow) as served:
+        served.until("listening on 127.0.0.1:")
+        served.process.send_signal(signal.SIGTERM)
+        served.until("stopped before the engine was warm")
+        assert served.process.wait(30) == 0
+
+
 def test_serve_on_a_port_in_use_is_one_line_and_code_1(run):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -668,11 +690,19 @@ def test_serve_on_a_port_in_use_is_one_line_and_code_1(run):
     assert not run.cores
 
 
-def test_serve_warns_of_an_address_that_others_reach(run):
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+def test_serve_refuses_an_address_that_others_reach(run):
     code, _, err = run("serve", "m", "--host", "0.0.0.0", "--port", "0")
+    assert code == 2
+    assert err.startswith("error: host 0.0.0.0 is reachable from other machines without TLS or a")
+    assert "--tls-cert" in err and "--token-file" in err and "--insecure" in err
+    assert not run.cores
+
+
+def test_serve_listens_there_when_told_to_and_says_so(run):
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    code, _, err = run("serve", "m", "--host", "0.0.0.0", "--port", "0", "--insecure")
     assert code == 0
-    assert "warning: 0.0.0.0 is reachable without authentication" in err
+    assert "warning: 0.0.0.0 is open to every machine that reaches it (--insecure)" in err
 
 
 def test_output_closes_unfinished_after_an_error(tmp_path):

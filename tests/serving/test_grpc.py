@@ -152,7 +152,7 @@ def test_a_second_live_request_of_one_id_is_refused_and_the_first_goes_on():
 def test_a_fault_of_one_request_is_internal_without_inner_words(stub):
     code, detail = _status(stub.Generate(_ids(13)))
     assert code == grpc.StatusCode.INTERNAL
-    assert detail == "the engine failed on this request; the server's log names the cause"
+    assert detail.startswith("request ") and detail.endswith(": a logit was not finite")
     assert len(list(stub.Generate(_ids(1)))) >= 1
 
 
@@ -337,7 +337,8 @@ def test_a_lost_engine_is_unavailable_and_ends_the_server():
         assert "secret" not in detail
         server.join()
     assert isinstance(server.failure, EngineDead)
-    assert "device lost" in str(server.failure)
+    assert "3 steps failed in a row" in str(server.failure)
+    assert "(after RuntimeError: device lost" in str(server.failure)
 
 
 def test_a_port_in_use_is_named_with_the_way_out(server):
@@ -408,9 +409,9 @@ def test_generated_code_is_that_of_the_proto_file(tmp_path):
     spec = importlib.util.spec_from_file_location("generate", _ROOT / "proto" / "generate.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.generate(tmp_path)
+    sources = script.generate(tmp_path)
     made = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert len(made) == 3
+    assert len(made) == 3 * len(sources) > 0
     for path in made:
         assert path.read_bytes() == (_ROOT / path.relative_to(tmp_path)).read_bytes(), path.name
 

@@ -55,10 +55,16 @@ def _finished(**changes):
 
 def test_a_finished_request_is_counted_under_vllms_names():
     registry, made = _made()
+    made.produce(8)
     made.finish(_finished())
+    made.produce(1)
     made.finish(_finished(finish_reasons=("stop",), num_output_tokens=1))
     scraped = _scrape(registry)
     assert scraped("vllm:prompt_tokens_total") == 10
+    assert scraped("vllm:request_prompt_tokens_sum") == 10
+    assert scraped("vllm:request_generation_tokens_sum") == 9
+    assert scraped("vllm:request_generation_tokens_bucket", le="1.0") == 1
+    assert scraped("vllm:request_decode_time_seconds_sum") == 3.0
     assert scraped("vllm:generation_tokens_total") == 9
     assert scraped("vllm:request_success_total", finished_reason="stop") == 2
     assert scraped("vllm:request_success_total", finished_reason="length") == 1
@@ -95,6 +101,8 @@ def test_the_core_is_shown_whole():
         prefix_queries=100,
         prefix_hits=40,
         preemptions=2,
+        failed_launches=3,
+        resumed_requests=9,
         steps={"overlap": 7, "sync": 1},
         device_rows=11,
         host_rows=12,
@@ -108,6 +116,8 @@ def test_the_core_is_shown_whole():
     assert scraped("vllm:prefix_cache_queries_total") == 100
     assert scraped("vllm:prefix_cache_hits_total") == 40
     assert scraped("vllm:num_preemptions_total") == 2
+    assert scraped("treadle:failed_launches_total") == 3
+    assert scraped("treadle:resumed_requests_total") == 9
     assert scraped("treadle:steps_total", lane="overlap") == 7
     assert scraped("treadle:steps_total", lane="sync") == 1
     assert scraped("treadle:rows_total", source="device") == 11

@@ -194,26 +194,49 @@ def test_failing_core_fails_every_live_request_by_name_and_marks_the_engine_dead
     for index, sink in enumerate(sinks):
         thread.submit(request(f"r{index}", max_tokens=10**6), sink)
     for sink in sinks:
-        with pytest.raises(EngineDead, match="RuntimeError: device lost"):
+        with pytest.raises(EngineDead, match="3 steps failed in a row, the last one by Runtime"):
             sink.until_finished()
     assert not thread.healthy
-    assert "device lost" in thread.failure
-    with pytest.raises(EngineDead, match="device lost"):
+    assert "3 steps failed" in thread.failure
+    with pytest.raises(EngineDead, match="3 steps failed"):
         thread.submit(request(), Collector())
-    with pytest.raises(EngineDead, match="device lost"):
+    with pytest.raises(EngineDead, match="3 steps failed"):
         thread.call(lambda core: core.stats())
     thread.abort("r0")
     thread.close()
     assert core.is_closed
 
 
-def test_single_failed_step_is_recovered_from_and_the_engine_serves_on(engine):
-    thread, core = engine(fail_at_step=3, num_failures=1)
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (RuntimeError("device lost"), "RuntimeError"),
+        (ValueError("RESOURCE_EXHAUSTED: 3 GiB asked for"), "running out of device memory"),
+        (MemoryError(), "running out of device memory"),
+        (AssertionError("a slot is lost"), "AssertionError"),
+    ],
+    ids=["device", "device memory", "host memory", "our own fault"],
+)
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_failed_steps_are_recovered_from_and_the_engine_serves_on(
+    engine, failure, reason, num_failures
+):
+    thread, core = engine(fail_at_step=3, num_failures=num_failures, failure=failure)
     sink = Collector()
     thread.submit(request(max_tokens=8), sink)
-    sink.until_finished()
+    assert len(sink.ids()) == 8
     assert thread.healthy
-    assert len(core.recoveries) == 1 and "device lost" in core.recoveries[0]
+    assert core.recoveries == [reason] * num_failures
+
+
+def test_recovery_that_fails_ends_the_engine(engine):
+    thread, core = engine(fail_at_step=2, num_failures=1)
+    core.recover = lambda reason: 1 / 0
+    sink = Collector()
+    thread.submit(request(max_tokens=8), sink)
+    with pytest.raises(EngineDead, match="ZeroDivisionError"):
+        sink.until_finished()
+    assert not thread.healthy
 
 
 def test_live_requests_that_cannot_run_fail_instead_of_waiting_for_ever(engine):

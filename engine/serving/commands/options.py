@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import typing
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from engine.config import EngineConfig
 _MEMORY = "Memory"
 _STEP = "Step loop"
 _MODEL = "Model"
+_MASKED_ROWS = 16
 
 Model = Annotated[
     str,
@@ -87,6 +89,14 @@ class EngineOptions:
             help="Share of the device's memory the plan may use.", rich_help_panel=_MEMORY
         ),
     ] = 0.9
+    masked_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows of one step whose output a grammar may bound (structured output); two more "
+            "programs. Default: 16 for serve where the extra `grammar` is installed, else none.",
+            rich_help_panel=_STEP,
+        ),
+    ] = None
     no_prefix_cache: Annotated[
         bool,
         typer.Option(
@@ -152,6 +162,13 @@ class EngineOptions:
         ),
     ] = "auto"
 
+    @property
+    def served_masked_rows(self) -> int:
+        """Masked rows of a server, whose callers may ask for structured output."""
+        if self.masked_rows is not None:
+            return self.masked_rows
+        return _MASKED_ROWS if importlib.util.find_spec("llguidance") else 0
+
     def config(self, model: str, **changes: Any) -> EngineConfig:
         """The engine settings these options name.
 
@@ -172,6 +189,7 @@ class EngineOptions:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
             "memory_fraction": self.memory_fraction,
+            "masked_rows": self.masked_rows or 0,
             "prefix_cache": not self.no_prefix_cache,
             "deterministic": self.deterministic,
             "policy": self.policy,

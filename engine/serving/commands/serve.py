@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-from typing import TYPE_CHECKING, Annotated
+import os
+import pathlib
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import rich.console
 import typer
 
-from engine.config import EngineConfig
+from engine.config import LIMITS, EngineConfig
 from engine.serving.commands import options, startup
 
 if TYPE_CHECKING:
     from engine.serving.grpc_server import ServerSettings
     from engine.serving.llm import AsyncLLM
 
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _PANEL = "Server"
+_SECURITY = "Security"
+_SWITCH_SECONDS = 1e-4
+_LOST_SECONDS = 4.0
+"""From the loss of the engine to the end of the process, whatever a broken device holds up."""
 
 
 @options.with_engine_options
@@ -27,8 +33,7 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on. There is no authentication: keep to loopback, or put a "
-            "gateway in front.",
+            help="Address to listen on. Others than loopback need TLS, a token file or --insecure.",
             rich_help_panel=_PANEL,
         ),
     ] = "127.0.0.1",
@@ -39,6 +44,10 @@ def serve(
         int | None,
         typer.Option(help="Serve Prometheus metrics here. Default: none.", rich_help_panel=_PANEL),
     ] = None,
+    metrics_host: Annotated[
+        str,
+        typer.Option(help="Address of the metrics, which need no token.", rich_help_panel=_PANEL),
+    ] = "127.0.0.1",
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -48,6 +57,82 @@ def serve(
     max_receive_mib: Annotated[
         int, typer.Option(help="Size of one request at most.", rich_help_panel=_PANEL)
     ] = 4,
+    max_queued: Annotated[
+        int,
+        typer.Option(
+            help="Requests that may wait; more are refused with RESOURCE_EXHAUSTED.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = LIMITS.queued_requests,
+    request_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a request may take, whatever its own deadline. Default: no limit.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="Form of log lines on standard error.", rich_help_panel=_PANEL),
+    ] = "text",
+    otel_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send OpenTelemetry spans to this collector, as http://127.0.0.1:4317.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM certificate of the server, its chain behind it.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="PEM key of it.", rich_help_panel=_SECURITY),
+    ] = None,
+    tls_client_ca: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Clients must show a certificate of this authority (mTLS).",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
+    token_file: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Bearer tokens, one a line: every call but health needs one.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Let other machines call without TLS and token.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = False,
+    admin: Annotated[
+        bool,
+        typer.Option(
+            "--admin", help="Serve treadle.v1.AdminService too.", rich_help_panel=_SECURITY
+        ),
+    ] = False,
+    profile_dir: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where AdminService/Profile puts its recordings.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None,
     *,
     engine: options.EngineOptions,
 ) -> None:
@@ -61,22 +146,33 @@ def serve(
     127.0.0.1:50051 treadle.v1.GenerationService/Generate`
 
     Health says NOT_SERVING until every program is compiled. SIGTERM drains: nothing new is taken,
-    what runs may finish, and the command exits with 0; a second signal does not wait.
+    what runs may finish, and the command exits with 0; a second signal does not wait. When the
+    engine is lost, health says NOT_SERVING and the command exits with 1 within 5 seconds.
     """
+    from engine.serving import logs
     from engine.serving.grpc_server import ServerSettings
 
     settings = ServerSettings(
         host=host,
         port=port,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
         drain_seconds=drain_seconds,
         max_receive_bytes=max_receive_mib * 2**20,
+        request_seconds=request_seconds,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        token_file=token_file,
+        insecure=insecure,
+        admin=admin,
+        profile_dir=profile_dir,
+        otel_endpoint=otel_endpoint,
     )
-    console = startup.error_console()
-    if host not in _LOOPBACK:
-        console.print(f"warning: {host} is reachable without authentication", soft_wrap=True)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run(engine.config(model), settings, console)
+    logs.configure(log_format)
+    limits = dataclasses.replace(LIMITS, queued_requests=max_queued)
+    config = engine.config(model, limits=limits, masked_rows=engine.served_masked_rows)
+    run(config, settings, startup.error_console())
 
 
 def run(config: EngineConfig, settings: ServerSettings, console: rich.console.Console) -> None:
@@ -99,18 +195,39 @@ def run(config: EngineConfig, settings: ServerSettings, console: rich.console.Co
         console.print(startup.describe(config, llm.info), soft_wrap=True)
         return llm
 
-    async def main() -> None:
+    async def main() -> bool:
         signals = grpc_server.StopSignals()
         with signals.installed():
-            await grpc_server.serve(
+            return await grpc_server.serve(
                 make_llm,
                 settings,
                 settings_text(config),
                 signals=signals,
                 announce=lambda line: console.print(line, markup=False, soft_wrap=True),
+                on_lost=_end_soon,
             )
 
-    asyncio.run(main())
+    # The engine's thread asks for the interpreter many times a step, and must not wait 5 ms each.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    if not asyncio.run(main()):
+        _leave()
+
+
+def _leave() -> None:
+    """Ends the process around threads that still compile.
+
+    They cannot be interrupted, and an interpreter that goes down beneath them aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_soon() -> None:
+    """Ends the process even if a broken device never answers again."""
+    timer = threading.Timer(_LOST_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def settings_text(config: EngineConfig) -> dict[str, str]:

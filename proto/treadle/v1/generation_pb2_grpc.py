@@ -27,9 +27,11 @@ if _version_not_supported:
 
 class GenerationServiceStub:
     """Status codes: INVALID_ARGUMENT for a request that can never be served (the message names field,
-    value and limit), RESOURCE_EXHAUSTED for a full queue, UNAVAILABLE while the server starts, drains
-    or has lost its engine, INTERNAL for a fault of the engine. A cancelled call or a passed deadline
-    frees what the request holds.
+    value and limit), RESOURCE_EXHAUSTED for a full queue, DEADLINE_EXCEEDED for a call that could not
+    be answered in time, UNAUTHENTICATED without a token where one is needed, UNAVAILABLE while the
+    server starts, drains or has lost its engine, INTERNAL for a fault of the engine; never UNKNOWN. A
+    cancelled call or a passed deadline frees what the request holds. The metadata x-request-id names a
+    call in the server's log and comes back in the trailers.
     """
 
     def __init__(self, channel):
@@ -77,9 +79,11 @@ class GenerationServiceStub:
 
 class GenerationServiceServicer:
     """Status codes: INVALID_ARGUMENT for a request that can never be served (the message names field,
-    value and limit), RESOURCE_EXHAUSTED for a full queue, UNAVAILABLE while the server starts, drains
-    or has lost its engine, INTERNAL for a fault of the engine. A cancelled call or a passed deadline
-    frees what the request holds.
+    value and limit), RESOURCE_EXHAUSTED for a full queue, DEADLINE_EXCEEDED for a call that could not
+    be answered in time, UNAUTHENTICATED without a token where one is needed, UNAVAILABLE while the
+    server starts, drains or has lost its engine, INTERNAL for a fault of the engine; never UNKNOWN. A
+    cancelled call or a passed deadline frees what the request holds. The metadata x-request-id names a
+    call in the server's log and comes back in the trailers.
     """
 
     def Generate(self, request, context):
@@ -179,9 +183,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
     """Status codes: INVALID_ARGUMENT for a request that can never be served (the message names field,
-    value and limit), RESOURCE_EXHAUSTED for a full queue, UNAVAILABLE while the server starts, drains
-    or has lost its engine, INTERNAL for a fault of the engine. A cancelled call or a passed deadline
-    frees what the request holds.
+    value and limit), RESOURCE_EXHAUSTED for a full queue, DEADLINE_EXCEEDED for a call that could not
+    be answered in time, UNAUTHENTICATED without a token where one is needed, UNAVAILABLE while the
+    server starts, drains or has lost its engine, INTERNAL for a fault of the engine; never UNKNOWN. A
+    cancelled call or a passed deadline frees what the request holds. The metadata x-request-id names a
+    call in the server's log and comes back in the trailers.
     """
 
     @staticmethod

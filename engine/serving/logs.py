@@ -1,0 +1,115 @@
+"""Log lines of a server, as text or as JSON, each with the call it belongs to."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import datetime
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+LogFormat = Literal["text", "json"]
+
+_CALL_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+# W3C Trace Context, level 1: version, trace id, parent id, flags; later versions may append.
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What every log line of one call carries."""
+
+    method: str
+    """Full name, as /treadle.v1.GenerationService/Generate."""
+    call_id: str
+    """The caller's x-request-id, or a drawn one."""
+    trace_id: str = ""
+    """32 hex digits of the caller's traceparent; empty without a valid one."""
+    parent_id: str = ""
+    """16 hex digits, the caller's span."""
+    is_sampled: bool = True
+    """False when the caller's trace is not recorded."""
+
+
+_OURS = ("engine", "models", "kernels", "treadle")
+_CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
+
+
+def call_of(method: str, metadata: Mapping[str, str]) -> Call:
+    """Names a call after its metadata; an unsuitable id or traceparent counts as absent."""
+    given = metadata.get("x-request-id", "")
+    call_id = given if _CALL_ID.fullmatch(given) else secrets.token_hex(8)
+    return Call(method, call_id, *read_traceparent(metadata.get("traceparent", "")))
+
+
+def read_traceparent(text: str) -> tuple[str, str, bool]:
+    """Trace id, parent id and whether it is recorded; two empty strings when it is not valid."""
+    match = _TRACEPARENT.fullmatch(text)
+    if match is None:
+        return "", "", True
+    version, trace_id, parent_id, flags, rest = match.groups()
+    is_valid = version != "ff" and (version != "00" or rest is None)
+    if not is_valid or not trace_id.strip("0") or not parent_id.strip("0"):
+        return "", "", True
+    return trace_id, parent_id, bool(int(flags, 16) & 1)
+
+
+def enter(call: Call) -> None:
+    """Log lines of this task, and of tasks it starts, belong to `call` from now on."""
+    _CALL.set(call)
+
+
+def configure(log_format: LogFormat, stream: TextIO | None = None) -> None:
+    """Sends the log of the whole process to `stream`, standard error by default."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in _OURS:  # what other packages say below a warning is their affair
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+class TextLines(logging.Formatter):
+    """`time level logger: message`, then what is known of the call as key=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without a traceback."""
+        facts = " ".join(f"{name}={value}" for name, value in _facts(record).items())
+        line = super().formatMessage(record)
+        return f"{line} [{facts}]" if facts else line
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the call, extra facts, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    """The call of the running task, and what the line was given as `extra={"facts": ...}`."""
+    call = _CALL.get()
+    names = ("method", "call_id", "trace_id", "parent_id")
+    known = {} if call is None else {name: getattr(call, name) for name in names}
+    facts: dict[str, object] = {name: value for name, value in known.items() if value}
+    return facts | getattr(record, "facts", {})

@@ -1,0 +1,435 @@
+"""The official client, the gateway and the engine, each in a process of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import grpc
+import openai
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from engine.serving.client import Client
+from tests.serving import tiny_chat
+
+# Longer than a start on a busy machine without compiled programs at hand.
+_START_SECONDS = 400.0
+_SECONDS = 60.0
+_PAGE = 16
+_ENGINE = (
+    *("--max-rows", "4", "--max-model-len", "1024", "--num-pages", "300"),
+    *("--page-size", str(_PAGE), "--compilation-cache", "off", "--drain-seconds", "5"),
+)
+_ASK = [{"role": "user", "content": "Tell me a story"}]
+
+
+class Process:
+    """A command of ours whose lines go to a file."""
+
+    def __init__(self, log, *words):
+        self.log = log
+        with log.open("wb") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", *words], stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait_for(self, words):
+        end = time.monotonic() + _START_SECONDS
+        while words not in self.log.read_text(errors="replace"):
+            assert self.popen.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.1)
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(_SECONDS)
+
+
+class Engine:
+    """What an engine says of itself, the gateway aside."""
+
+    def __init__(self, port, metrics_port):
+        self.address = f"127.0.0.1:{port}"
+        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+
+    def count(self, name):
+        return _count(self._metrics, name)
+
+    def load(self):
+        with grpc.insecure_channel(self.address) as channel:
+            stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            answer = stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(), timeout=_SECONDS)
+        return answer.loads[0]
+
+
+class Gateway:
+    """A gateway's HTTP port."""
+
+    def __init__(self, port, metrics_port=None):
+        self.port = port
+        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=_SECONDS
+        )
+
+    def chat(self, messages=_ASK, **options):
+        options = {"max_tokens": 16, "temperature": 0.0} | options
+        return self.client.chat.completions.create(model="tiny", messages=messages, **options)
+
+    def post(self, path, body):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)
+
+    def count(self, name):
+        return _count(self._metrics, name)
+
+
+def _count(url, name):
+    """A counter or gauge of Prometheus metrics, summed over its labels."""
+    with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
+        text = answer.read().decode()
+    return sum(float(one) for one in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))
+
+
+def _ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_chat.write(tmp_path_factory.mktemp("gateway") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def launched(model):
+    """The one documented command: process, engine, gateway."""
+    http_port, port, metrics_port, gateway_metrics = _ports(4)
+    words = ["--port", http_port, "--engine-port", port, "--metrics-port", metrics_port]
+    words += ["--gateway-metrics-port", gateway_metrics]
+    command = ("engine.serving.cli", "gateway", str(model), *map(str, words), *_ENGINE)
+    process = Process(model.parent / "launched.log", *command)
+    try:
+        process.wait_for("OpenAI and Anthropic protocols on")
+        gateway = Gateway(http_port, gateway_metrics)
+        with contextlib.closing(gateway.client):
+            yield process, Engine(port, metrics_port), gateway
+    finally:
+        # Its children have groups of their own, which it ends.
+        process.popen.terminate()
+        process.popen.terminate()
+        process.popen.wait(_SECONDS)
+
+
+@pytest.fixture
+def engine(launched):
+    return launched[1]
+
+
+@pytest.fixture
+def gateway(launched):
+    return launched[2]
+
+
+@pytest.fixture(scope="module")
+def pair(model, launched):
+    """A second engine and a gateway before both: process of the new engine, engines, gateway."""
+    port, metrics_port, http_port, gateway_metrics = _ports(4)
+    # After the first engine, so that its programs come from where that one left them.
+    words = ("serve", str(model), "--port", str(port), "--metrics-port", str(metrics_port))
+    second = Process(model.parent / "second.log", "engine.serving.cli", *words, *_ENGINE)
+    balancer = None
+    try:
+        second.wait_for("serving tiny on")
+        engines = (launched[1], Engine(port, metrics_port))
+        urls = [f"grpc://{engine.address}" for engine in engines]
+        words = ["--host", "127.0.0.1", "--port", str(http_port), "--policy", "cache_aware"]
+        words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(gateway_metrics)]
+        words += ["--worker-urls", *urls, "--log-level", "warn"]
+        balancer = Process(model.parent / "balancer.log", "smg", "launch", *words)
+        gateway = Gateway(http_port, gateway_metrics)
+        with contextlib.closing(gateway.client):
+            _until(lambda: gateway.count("smg_kv_event_subscriptions_total") == 2)
+            yield second, engines, gateway
+    finally:
+        second.kill()
+        if balancer is not None:
+            balancer.kill()
+
+
+def _until(is_true, seconds=_SECONDS):
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if is_true():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# --- one engine behind the documented command ---
+
+
+def test_chat_is_what_the_engine_itself_says(gateway, engine):
+    messages = [{"role": "user", "content": "Snow: ☃ 雪"}]
+    answer = gateway.chat(messages)
+    with Client(engine.address) as own:
+        prompt = "<s><|user|>Snow: ☃ 雪<|assistant|>"
+        expected = own.generate(prompt, {"temperature": 0.0, "max_tokens": 16})
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == 16
+
+
+def test_stream_is_the_same_answer_in_pieces(gateway):
+    whole = gateway.chat(max_tokens=40)
+    chunks = list(gateway.chat(max_tokens=40, stream=True, stream_options={"include_usage": True}))
+    pieces = [one.choices[0].delta.content or "" for one in chunks if one.choices]
+    assert "".join(pieces) == whole.choices[0].message.content and len(pieces) > 5
+    reasons = [one.choices[0].finish_reason for one in chunks if one.choices]
+    assert [one for one in reasons if one] == ["length"]
+    (usage,) = [one.usage for one in chunks if one.usage]
+    assert usage.completion_tokens == 40 == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_choices_differ_and_a_seed_repeats_them(gateway):
+    def texts(seed):
+        answer = gateway.chat(n=3, seed=seed, temperature=1.0)
+        assert answer.usage.completion_tokens == 3 * 16
+        assert [one.index for one in answer.choices] == [0, 1, 2]
+        return [one.message.content for one in answer.choices]
+
+    first = texts(1)
+    assert len(set(first)) == 3 and texts(1) == first != texts(2)
+
+
+def test_streamed_choices_are_the_unary_ones(gateway):
+    whole = gateway.chat(n=2, seed=5, temperature=1.0)
+    texts = {0: "", 1: ""}
+    for chunk in gateway.chat(n=2, seed=5, temperature=1.0, stream=True):
+        for one in chunk.choices:
+            texts[one.index] += one.delta.content or ""
+    assert texts == {one.index: one.message.content for one in whole.choices}
+
+
+def test_logprobs_are_the_engines(gateway, engine):
+    answer = gateway.chat(logprobs=True, top_logprobs=2, max_tokens=6)
+    with Client(engine.address) as own:
+        params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 2}
+        expected = own.generate("<s><|user|>Tell me a story<|assistant|>", params)
+    found = answer.choices[0].logprobs.content
+    chosen = [next(iter(one.values())) for one in expected.outputs[0].logprobs]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in chosen])
+    assert "".join(one.token for one in found) == answer.choices[0].message.content
+    for one in found:
+        assert len(one.top_logprobs) == 2 and one.top_logprobs[0].token == one.token
+        assert one.top_logprobs[0].logprob > one.top_logprobs[1].logprob
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_stop_string_ends_the_work_in_the_engine(gateway, engine, is_stream):
+    text = gateway.chat(max_tokens=30).choices[0].message.content
+    stop = text[10:13]
+    end = text.index(stop)
+    before = engine.count("vllm:generation_tokens_total")
+    options = {"max_tokens": 900, "stop": [stop], "extra_body": {"ignore_eos": True}}
+    if is_stream:
+        usage = {"include_usage": True}
+        chunks = list(gateway.chat(stream=True, stream_options=usage, **options))
+        content = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+        reason = [one.choices[0].finish_reason for one in chunks if one.choices][-1]
+        completion_tokens = chunks[-1].usage.completion_tokens
+    else:
+        answer = gateway.chat(**options)
+        content, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+        completion_tokens = answer.usage.completion_tokens
+    assert (content, reason) == (text[:end], "stop")
+    # One byte is one token here.
+    assert completion_tokens == end + len(stop)
+    _until(lambda: engine.count("vllm:generation_tokens_total") - before == completion_tokens)
+
+
+def test_completions_take_text(gateway, engine):
+    answer = gateway.client.completions.create(
+        model="tiny", prompt="Once upon", max_tokens=12, temperature=0.0
+    )
+    with Client(engine.address) as own:
+        expected = own.generate("Once upon", {"temperature": 0.0, "max_tokens": 12})
+    assert answer.choices[0].text == expected.outputs[0].text
+    assert answer.usage.completion_tokens == 12
+
+
+def test_anthropic_messages_are_the_same_answer(gateway):
+    expected = gateway.chat().choices[0].message.content
+    body = {"model": "tiny", "messages": _ASK, "max_tokens": 16, "temperature": 0.0}
+    status, answer = gateway.post("/v1/messages", body)
+    assert status == 200 and answer["content"][0]["text"] == expected
+    assert answer["usage"]["output_tokens"] == 16
+
+
+def test_usage_is_what_the_engine_counted(gateway, engine):
+    def counted():
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return [engine.count(name) for name in names]
+
+    before = counted()
+    asks = [{"n": 2, "temperature": 1.0}, {"max_tokens": 3}, {"max_tokens": 33}, {"logprobs": True}]
+    usages = [gateway.chat(**options).usage for options in asks]
+    chunks = list(gateway.chat(stream=True, stream_options={"include_usage": True}))
+    usages.append(chunks[-1].usage)
+    sums = [
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+    ]
+    _until(lambda: [a - b for a, b in zip(counted(), before, strict=True)] == sums)
+    assert sums[1] == 2 * 16 + 3 + 33 + 16 + 16
+
+
+def test_repeated_prompt_is_read_from_the_engines_cache(gateway, engine):
+    messages = [{"role": "user", "content": "a prompt of several pages " * 4}]
+    first = gateway.chat(messages).usage
+    before = engine.count("vllm:prefix_cache_hits_total")
+    second = gateway.chat(messages).usage
+    cached = second.prompt_tokens_details.cached_tokens
+    assert first.prompt_tokens_details.cached_tokens < cached
+    assert cached == (second.prompt_tokens - 1) // _PAGE * _PAGE
+    assert engine.count("vllm:prefix_cache_hits_total") - before == cached
+
+
+def test_gateways_index_is_what_the_engine_holds(gateway, engine):
+    status, _ = gateway.post("/flush_cache", {})
+    assert status == 200
+    _until(lambda: gateway.count("smg_kv_index_blocks") == 0)
+    usage = gateway.chat([{"role": "user", "content": "x" * 100}], max_tokens=20).usage
+    # The last id of an output has no place in the cache.
+    full = (usage.prompt_tokens + usage.completion_tokens - 1) // _PAGE
+    _until(lambda: gateway.count("smg_kv_index_blocks") == full)
+    assert gateway.count("smg_kv_event_parentless_stores_total") == 0
+    assert gateway.count("smg_kv_event_gaps_total") == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tokens": 5000}, {"logprobs": True, "top_logprobs": 20, "n": 129}, {"stop": [""]}],
+    ids=["too long", "too many choices", "empty stop string"],
+)
+def test_bad_request_is_the_callers_fault_at_once(gateway, options):
+    with pytest.raises(openai.BadRequestError):
+        gateway.chat(**options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answer_has_the_form_that_was_asked_for(gateway, seed):
+    options = {"temperature": 1.0, "seed": seed, "max_tokens": 200}
+    answer = gateway.chat(extra_body={"regex": "[a-c]{5}x"}, **options)
+    assert re.fullmatch("[a-c]{5}x", answer.choices[0].message.content)
+    assert answer.choices[0].finish_reason == "stop"
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 22]}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema}}
+    made = json.loads(gateway.chat(response_format=wanted, **options).choices[0].message.content)
+    assert made.keys() == {"n", "ok"} and made["n"] in (1, 22) and isinstance(made["ok"], bool)
+
+
+def test_tool_that_must_be_called_is_called(gateway):
+    parameters = {"type": "object", "properties": {"day": {"enum": [3, 4]}}, "required": ["day"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    # JSON allows spaces without end, which this model would write without a penalty.
+    options = {"frequency_penalty": 2.0, "max_tokens": 600}
+    answer = gateway.chat(tools=[tool], tool_choice="required", **options)
+    (call, *_) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["day"] in (3, 4)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_caller_that_leaves_mid_stream_frees_engine_and_pages_within_a_second(gateway, engine):
+    stream = gateway.chat(max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    for _ in range(5):
+        next(stream)
+    load = engine.load()
+    assert load.num_running_reqs == 1 and load.token_usage > 0
+    stream.close()
+    left = time.monotonic()
+    while (load := engine.load()).num_total_reqs or load.token_usage:
+        assert time.monotonic() - left < 1.0, load
+    assert engine.count("vllm:request_success_total") > 0
+
+
+# --- two engines behind one gateway ---
+
+
+def test_prompts_of_one_prefix_stay_on_the_engine_that_holds_it(pair):
+    _, engines, gateway = pair
+    groups, rounds = 6, 5
+    prefixes = [f"{number} {chr(97 + number) * 6 * _PAGE}" for number in range(groups)]
+    before = [engine.count("vllm:prefix_cache_hits_total") for engine in engines]
+    cached = 0
+    for turn in range(rounds):
+        for prefix in prefixes:
+            messages = [{"role": "user", "content": f"{prefix} and question {turn}"}]
+            usage = gateway.chat(messages, max_tokens=2).usage
+            found = usage.prompt_tokens_details.cached_tokens
+            assert found >= 6 * _PAGE if turn else found < 6 * _PAGE
+            cached += found
+    hits = [
+        engine.count("vllm:prefix_cache_hits_total") - count
+        for engine, count in zip(engines, before, strict=True)
+    ]
+    assert sum(hits) == cached and min(hits) > 0
+    assert gateway.count("smg_kv_event_gaps_total") == 0
+
+
+def test_engine_killed_under_load_loses_no_request_that_is_not_a_stream(pair):
+    second, engines, gateway = pair
+    before = engines[1].count("vllm:request_success_total")
+
+    def ask(number):
+        messages = [{"role": "user", "content": f"{number} " * 20}]
+        answer = gateway.chat(messages, max_tokens=24, extra_body={"ignore_eos": True})
+        return answer.usage.completion_tokens
+
+    def kill():
+        _until(lambda: engines[1].count("vllm:request_success_total") > before)
+        second.kill()
+
+    with concurrent.futures.ThreadPoolExecutor(8 + 1) as pool:
+        killed = pool.submit(kill)
+        assert list(pool.map(ask, range(120))) == [24] * 120
+        assert killed.done() and killed.result() is None
+    assert second.popen.returncode == -signal.SIGKILL
+
+
+# --- the end ---
+
+
+def test_one_signal_ends_gateway_and_engine_well(launched):
+    process, engine, gateway = launched
+    process.popen.terminate()
+    assert process.popen.wait(_SECONDS) == 0
+    for port in (gateway.port, int(engine.address.partition(":")[2])):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=_SECONDS)

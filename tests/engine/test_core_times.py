@@ -27,6 +27,7 @@ def fake_core(seconds: list[float]) -> Core:
         prefix_query_tokens=0,
         prefix_hit_tokens=0,
         num_preemptions=0,
+        num_resumed=0,
     )
     runner = SimpleNamespace(
         settings=SimpleNamespace(depth=1),

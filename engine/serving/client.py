@@ -67,8 +67,8 @@ class Client:
             print(client.generate("Once upon a time", {"max_tokens": 16}).outputs[0].text)
 
     Every call raises ValueError for a request the server refuses, QueueFull when too many wait,
-    Unavailable when there is no engine to answer, TimeoutError after `timeout`, and grpc.RpcError
-    for anything else.
+    Unavailable when there is no engine to answer, TimeoutError after `timeout`, PermissionError for
+    a token the server does not know, and grpc.RpcError for anything else.
 
     Args:
       address: host and port.
@@ -343,6 +343,10 @@ def _raise(error: Any) -> NoReturn:
             raise Unavailable(detail) from error
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             raise TimeoutError(detail) from error
+        case grpc.StatusCode.UNAUTHENTICATED:
+            raise PermissionError(
+                "the server wants a token that it knows; give it as Client(token=...)"
+            ) from error
     raise error
 
 
@@ -451,4 +455,10 @@ def _position(message: pb.TokenLogprob) -> PositionLogprobs:
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+    """The header of a token; the line's end that a file brings along is no part of it."""
+    if token is None:
+        return ()
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("a token is one word of printable ASCII characters")
+    return (("authorization", f"Bearer {token}"),)

@@ -175,7 +175,10 @@ class Frontend:
     def tokenizer(self, purpose: str) -> Tokenizer:
         """The tokenizer; ValueError saying what needs one when there is none."""
         if self._tokenizer is None:
-            raise ValueError(f"{purpose} needs a tokenizer and the model has none; give token ids")
+            raise ValueError(
+                f"{purpose} needs a tokenizer and the model has none; give token ids alone, or a "
+                "model with its tokenizer.json"
+            )
         return self._tokenizer
 
     def _params(self, params: Params) -> tuple[SamplingParams, int | None]:

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -106,6 +107,29 @@ def test_end_of_one_ends_the_other_and_is_an_error(log, name):
         assert "engine ends" in log.read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--host", "0.0.0.0"), "--host is loopback here"),
+        (("--token-file", "t"), "--token-file does not go with a gateway"),
+        (("--tls-cert=c",), "--tls-cert does not go with a gateway"),
+    ],
+)
+def test_options_that_would_keep_the_gateway_from_its_engine_are_refused(capsys, words, message):
+    code, err = _run(capsys, "gateway", "m", *words)
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize("option", ["--port", "--engine-port"])
+def test_port_in_use_is_found_before_the_engine_starts(capsys, option):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, err = _run(capsys, "gateway", "m", option, port)
+    assert code == 2 and f"port {port} is in use; choose another {option}" in err
+
+
 def test_everything_is_bound_to_loopback_and_other_options_reach_the_engine(monkeypatch, capsys):
     commands = []
 
@@ -114,7 +138,7 @@ def test_everything_is_bound_to_loopback_and_other_options_reach_the_engine(monk
 
     monkeypatch.setattr(gateway, "_main", main)
     words = ("model", "--max-rows", "2", "--port", "8123", "--engine-port", "50123")
-    others = ("--tool-call-parser", "qwen", "--deterministic", "--host", "0.0.0.0")
+    others = ("--tool-call-parser", "qwen", "--deterministic")
     assert _run(capsys, "gateway", *words, *others)[0] == 0
     engine, before = commands
     assert engine[3:8] == ["serve", "model", "--max-rows", "2", "--deterministic"]

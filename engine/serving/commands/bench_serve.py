@@ -8,7 +8,7 @@ import datetime
 import json
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import rich.box
 import rich.console
@@ -159,9 +159,7 @@ async def _run(
         try:
             model = await connections.model()
         except grpc.RpcError as error:
-            raise RuntimeError(
-                f"no server answers at {address}: {error.details()}; name its address"
-            ) from error
+            raise RuntimeError(_refused(address, error)) from error
         needed = plan.prompt_len + plan.num_output_tokens
         if needed > model.max_model_len:
             raise ValueError(
@@ -209,3 +207,18 @@ def _table(found: load.Figures) -> rich.table.Table:
     ):
         table.add_row(name, *(f"{summary[c]:,.2f}" if summary else "–" for c in columns))
     return table
+
+
+def _refused(address: str, error: Any) -> str:
+    """Why the first call failed, and the way out."""
+    import grpc
+
+    code, detail = error.code(), error.details()
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return f"the server at {address} wants a token that it knows; give --token-file"
+    if code == grpc.StatusCode.UNAVAILABLE and "the server is" in detail:
+        return f"{address}: {detail}"
+    return (
+        f"no server answers at {address}: {detail}; name its address, and with TLS its authority "
+        "by --tls-ca"
+    )

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -64,6 +65,9 @@ def gateway(
         raise ValueError(f"MODEL is {model}; name the model before the options of `treadle serve`")
     if importlib.util.find_spec("smg") is None:
         raise RuntimeError("the gateway is not installed; install treadle with the extra `gateway`")
+    _check_words(context.args)
+    for number, option in ((port, "--port"), (engine_port, "--engine-port")):
+        _check_free(number, option)
     engine_command = _python("engine.serving.cli", "serve", model, *context.args)
     engine_command += ["--host", _HOST, "--port", str(engine_port)]
     parsers = {"--tool-call-parser": tool_call_parser, "--reasoning-parser": reasoning_parser}
@@ -85,6 +89,32 @@ def gateway(
             lambda line: console.print(line, markup=False, soft_wrap=True),
         )
     )
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuses options of `treadle serve` that would keep the gateway from its engine."""
+    for word in words:
+        option = word.partition("=")[0]
+        if option == "--host":
+            raise ValueError(
+                "--host is loopback here, for engine and gateway; docs/gateway.md says how to open "
+                "the gateway to others"
+            )
+        if option in ("--token-file", "--tls-cert", "--tls-key", "--tls-client-ca"):
+            raise ValueError(
+                f"{option} does not go with a gateway: it can neither send a token nor speak TLS "
+                "to its engine; both stay on loopback"
+            )
+
+
+def _check_free(port: int, option: str) -> None:
+    """Finds out before the engine is started whether a port is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            raise ValueError(f"port {port} is in use; choose another {option}") from None
 
 
 def _python(module: str, *words: str) -> list[str]:

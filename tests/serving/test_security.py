@@ -117,9 +117,11 @@ def test_python_clients_show_token_and_certificate(files, token_file):
             found = client.generate([1], params).outputs[0].token_ids
             assert len(found) == 3
         assert asyncio.run(ask(server.address)) == found
-        with Client(server.address, timeout=_SECONDS, tls=tls) as client:
-            with pytest.raises(PermissionError):
-                client.info()
+        with (
+            Client(server.address, timeout=_SECONDS, tls=tls) as client,
+            pytest.raises(PermissionError),
+        ):
+            client.info()
 
 
 def test_mutual_tls_lets_in_clients_of_its_authority_alone(files, others):

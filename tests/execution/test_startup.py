@@ -30,8 +30,10 @@ def start_deep_llama(num_layers: int):
 
 
 @pytest.fixture
-def probed(monkeypatch):
-    """(models probed or compiled in order, with their pages)."""
+def probed(monkeypatch, tmp_path):
+    """(models probed or compiled in order, with their keys), where no start was before."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     seen = []
     real = startup.compile_programs
 
@@ -40,7 +42,8 @@ def probed(monkeypatch):
         return real(shapes, keys, install_shape, progress)
 
     monkeypatch.setattr(startup, "compile_programs", compile_programs)
-    return seen
+    yield seen
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_probes_stand_for_a_deeper_model(monkeypatch, probed):
@@ -63,20 +66,15 @@ def test_probes_stand_for_a_deeper_model(monkeypatch, probed):
         runner.close()
 
 
-def test_second_start_of_the_same_code_probes_nothing(monkeypatch, probed, tmp_path):
+def test_second_start_of_the_same_code_probes_nothing(monkeypatch, probed):
     profile_that_leaves_pools_to_the_plan(monkeypatch, PROBE_SLACK + 16 * MIB)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        plans = []
-        for _ in range(2):
-            runner = start_deep_llama(num_layers=5)
-            plans.append(runner.plan)
-            runner.close()
-        assert [layers for layers, _ in probed] == [startup.PROBE_LAYERS, 5, 5]
-        assert plans[0] == plans[1]
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    plans = []
+    for _ in range(2):
+        runner = start_deep_llama(num_layers=5)
+        plans.append(runner.plan)
+        runner.close()
+    assert [layers for layers, _ in probed] == [startup.PROBE_LAYERS, 5, 5]
+    assert plans[0] == plans[1]
 
 
 def test_first_layers_keep_every_other_size():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import http.client
 import itertools
 import math
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
@@ -69,8 +69,10 @@ def read(url: str) -> Sample:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
             return Sample.parse(answer.read().decode(), time.monotonic())
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+        # A gRPC port answers in bytes of its own.
+        is_http = isinstance(error, OSError)
+        reason = getattr(error, "reason", error) if is_http else "what answers is not HTTP"
         raise OSError(
             f"no metrics at {url} ({reason}); start the server with --metrics-port and name that "
             "address"

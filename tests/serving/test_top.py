@@ -1,4 +1,6 @@
 import io
+import socket
+import threading
 
 import prometheus_client
 import pytest
@@ -110,3 +112,22 @@ def test_watch_reads_a_running_server():
 def test_address_without_metrics_is_named_with_the_way_out():
     with pytest.raises(OSError, match=r"no metrics at http://127.0.0.1:1/metrics .*--metrics-port"):
         top.read("http://127.0.0.1:1/metrics")
+
+
+def test_port_that_does_not_speak_http_is_said_to():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def answer():
+            connection, _ = listener.accept()
+            connection.recv(1024)
+            connection.sendall(b"\x00\x00\x18\x04\x00\xff")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        with pytest.raises(OSError, match=r"what answers is not HTTP.*--metrics-port"):
+            top.read(url)
+        thread.join()

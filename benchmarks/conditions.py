@@ -33,7 +33,7 @@ def of_machine() -> dict[str, Any]:
         "command": [pathlib.Path(sys.argv[0]).name, *without_folders(sys.argv[1:])],
         "device": device.device_kind,
         "platform": device.platform,
-        "driver": driver_version(),
+        "driver": of_driver("driver_version"),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "versions": versions.versions(),
         "commit": commit(),
@@ -68,12 +68,12 @@ def of_engine(core: Core) -> dict[str, Any]:
     }
 
 
-def driver_version() -> str | None:
-    """The NVIDIA driver's; None where there is none."""
+def of_driver(field: str) -> str | None:
+    """What the NVIDIA driver says of the first device, without units; None where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     return answer.stdout.split("\n")[0].strip() or None
 

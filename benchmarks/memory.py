@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,15 +30,15 @@ SHARE, LEAST = 0.03, 64 * MIB
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes; the exit status is 1 when a part misses its plan."""
+    from benchmarks import offline
+    from engine.core import Core
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    add = parser.add_argument
-    add("--model", required=True, help="config.json (dummy weights), folder or .gguf")
-    add("--json", type=pathlib.Path, help="where the report goes")
-    add("--max-model-len", type=int, default=8192, help="as in EngineConfig")
-    add("--row-rungs", type=_rungs, metavar="N,N", help="as in EngineConfig")
-    add("--token-rungs", type=_rungs, metavar="N,N", help="as in EngineConfig")
+    parser.add_argument("--json", type=pathlib.Path, help="where the report goes")
+    offline.add_engine_options(parser)
+    parser.set_defaults(max_model_len=8192)
     options = parser.parse_args(arguments)
-    core = start(options)
+    core = Core.start(offline.engine_config(options))
     try:
         report = measure(core)
     finally:
@@ -50,27 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(part["holds"] for part in report["parts"]) else 1
-
-
-def _rungs(text: str) -> tuple[int, ...]:
-    return tuple(int(rung) for rung in text.split(","))
-
-
-def start(options: argparse.Namespace) -> Core:
-    """An engine with the largest programs of its ladder, the prefix cache off."""
-    from engine.config import EngineConfig
-    from engine.core import Core
-
-    return Core.start(
-        EngineConfig(
-            model=options.model,
-            load_format="dummy" if options.model.endswith(".json") else "auto",
-            max_model_len=options.max_model_len,
-            row_rungs=options.row_rungs,
-            token_rungs=options.token_rungs,
-            prefix_cache=False,
-        )
-    )
 
 
 def measure(core: Core) -> dict[str, Any]:
@@ -150,13 +127,10 @@ def _soak(core: Core) -> dict[str, int]:
 
 def _outside() -> int | None:
     """Bytes of this device in use as its driver counts them; None where there is no tool."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    first = answer.stdout.split("\n")[0].strip()
-    return int(first) * MIB if first.isdigit() else None
+    from benchmarks import conditions
+
+    used = conditions.of_driver("memory.used")
+    return int(used) * MIB if used is not None and used.isdigit() else None
 
 
 def table(report: dict[str, Any]) -> str:

@@ -85,13 +85,20 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="config.json (dummy weights), folder or .gguf")
     add("--shapes", default="baseline", help="baseline, or NxIN+OUT,NxIN+OUT,...")
     add("--repeats", type=int, default=3, help="measured runs of each shape")
     add("--json", type=pathlib.Path, help="where the report goes; default: standard output")
-    add("--seed", type=int, default=0, help="of the prompts and of dummy weights")
     add("--startup", action="store_true", help="measure process start to first token instead")
     add("--first-token", action="store_true", help="one start-up in this process")
+    add_engine_options(parser)
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `engine_config` reads."""
+    add = parser.add_argument
+    add("--model", required=True, help="config.json (dummy weights), folder or .gguf")
+    add("--seed", type=int, default=0, help="of the prompts and of dummy weights")
     add("--compilation-cache", help="folder; default: the engine's own, for --startup a fresh one")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     for name in ("max-model-len", "max-rows", "token-budget", "max-chunk-rows", "num-pages"):
@@ -103,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--depth", type=int, default=2, help="launches in flight")
     add("--no-overlap", action="store_true", help="the sync lane")
     add("--no-command-buffers", action="store_true", help="no CUDA graphs")
-    return parser
 
 
 def _rungs(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ the median time of a token of those others after their first. Cases alternate, `
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -43,35 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from benchmarks import offline
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="config.json (dummy weights), folder or .gguf")
     add("--tokenizer", help="folder or .gguf; default: that of the demo model")
     add("--rows", type=int, default=256, help="requests at once, one of them masked or not")
     add("--prompt", type=int, default=128, help="tokens of each prompt")
     add("--output", type=int, default=256, help="tokens of each output")
     add("--masked-rows", type=int, default=16, help="as in EngineConfig")
     add("--repeats", type=int, default=3, help="measured runs of each case")
-    add("--max-model-len", type=int, default=1024)
     add("--json", type=pathlib.Path, help="where the report goes besides standard output")
+    offline.add_engine_options(parser)
+    parser.set_defaults(max_model_len=1024)
     return parser
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Starts an engine and runs every case on it."""
-    from benchmarks import conditions
-    from engine.config import EngineConfig
+    from benchmarks import conditions, offline
     from engine.core import Core
 
-    config = EngineConfig(
-        model=options.model,
-        load_format="dummy" if options.model.endswith(".json") else "auto",
-        max_rows=options.rows,
-        max_model_len=options.max_model_len,
-        masked_rows=options.masked_rows,
-        prefix_cache=False,
+    config = dataclasses.replace(
+        offline.engine_config(options), max_rows=options.rows, masked_rows=options.masked_rows
     )
     core = Core.start(config)
     try:
@@ -140,8 +137,6 @@ def _requests(
 
 
 def _bounded(request: Request, grammar: Grammar) -> Request:
-    import dataclasses
-
     from engine.request import StructuredOutput
 
     structured = StructuredOutput("json_schema", ENDLESS)

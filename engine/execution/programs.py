@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
+from engine.execution import kept
 from engine.execution.buckets import ProgramKey
 from engine.execution.packing import InstallShape, batch_ranges, install_ranges
 from engine.execution.step import StateShape, StepState, make_install, make_step
@@ -116,7 +118,7 @@ class Programs:
     install_shape: InstallShape
     fresh: jax.stages.Compiled
     seconds: Mapping[str, float]
-    """Seconds of tracing with lowering, and of compiling, by program."""
+    """Seconds of tracing, with lowering, and of compiling or loading, by program."""
 
     def step(self, key: ProgramKey) -> jax.stages.Compiled:
         """The program of a key.
@@ -143,6 +145,8 @@ def compile_programs(
     }
     jobs |= {key: functools.partial(shapes.trace_step, key) for key in keys}
     jaxprs: dict[Any, Any] = {}
+    arguments = jax.tree.leaves((shapes.params, shapes.state_shapes()))
+    about = (sorted(shapes.compiler_options.items()), [leaf.sharding for leaf in arguments])
     progress("compile", 0.0, f"{len(jobs)} programs")
     done: dict[Any, jax.stages.Compiled] = {}
     seconds: dict[str, float] = {}
@@ -154,13 +158,16 @@ def compile_programs(
             started = time.perf_counter()
             traced = trace()
             jaxprs[name] = traced.jaxpr
-            lowered = traced.lower()
-            seconds[f"lower {name}"] = time.perf_counter() - started
-            futures[pool.submit(_compile, lowered, shapes.compiler_options)] = name
+            file = kept.file_of(traced, about)
+            is_kept = file is not None and file.exists()
+            lowered = None if is_kept else traced.lower()
+            seconds[f"{'trace' if is_kept else 'lower'} {name}"] = time.perf_counter() - started
+            futures[pool.submit(_compiled, traced, lowered, file, shapes.compiler_options)] = name
         try:
             for future in concurrent.futures.as_completed(futures):
                 name = futures[future]
-                done[name], seconds[f"compile {name}"] = future.result()
+                done[name], verb, spent = future.result()
+                seconds[f"{verb} {name}"] = spent
                 progress("compile", len(done) / len(jobs), str(name))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # nobody wants the others any more
@@ -175,12 +182,22 @@ def compile_programs(
     )
 
 
-def _compile(
-    lowered: jax.stages.Lowered, options: Mapping[str, Any]
-) -> tuple[jax.stages.Compiled, float]:
+def _compiled(
+    traced: jax.stages.Traced,
+    lowered: jax.stages.Lowered | None,
+    file: pathlib.Path | None,
+    options: Mapping[str, Any],
+) -> tuple[jax.stages.Compiled, str, float]:
+    """(program, how it was had, seconds); not lowered yet: one that a file should hold."""
     started = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(options) or None)
-    return compiled, time.perf_counter() - started
+    if file is not None and lowered is None:
+        found = kept.load(file, traced)
+        if found is not None:
+            return found, "load", time.perf_counter() - started
+    compiled = (lowered or traced.lower()).compile(compiler_options=dict(options) or None)
+    if file is not None:
+        kept.keep(file, compiled)
+    return compiled, "compile", time.perf_counter() - started
 
 
 class CompileGuard:

@@ -26,7 +26,7 @@ def figure(name: str, about: object, make: Callable[[], int]) -> int:
     directory = jax.config.jax_compilation_cache_dir
     if not directory:
         return make()
-    file = pathlib.Path(directory) / f"{name}-{_digest(about)}.json"
+    file = pathlib.Path(directory) / f"{name}-{digest(about)}.json"
     try:
         return int(json.loads(file.read_text())[name])
     except (OSError, ValueError, KeyError, TypeError):
@@ -39,7 +39,8 @@ def figure(name: str, about: object, make: Callable[[], int]) -> int:
     return found
 
 
-def _digest(about: object) -> str:
+def digest(about: object) -> str:
+    """Names what was made from `about`, told apart by its repr, by this code on this device."""
     state = hashlib.blake2b(digest_size=16)
     device = jax.devices()[0]
     for part in (jax.__version__, jaxlib.version.__version__, device.device_kind, repr(about)):

@@ -1,6 +1,9 @@
 """The closed set of programs, the guard that hears compiles, and the swap of weights."""
 
 import dataclasses
+import pathlib
+import subprocess
+import sys
 import threading
 
 import jax
@@ -57,9 +60,44 @@ def test_ladders_programs_are_all_there_and_no_other(runner):
     assert set(runner.programs.steps) == set(keys) == set(runner.programs.jaxprs)
     for key in keys:
         assert runner.programs.step(key) is runner.programs.steps[key]
-    assert {name for name in runner.programs.seconds if name.startswith("compile")} == {
-        f"compile {key}" for key in (*keys, "install", "fresh")
+    had = [name.split(" ", 1) for name in runner.programs.seconds]
+    assert {name for verb, name in had if verb in ("compile", "load")} == {
+        str(key) for key in (*keys, "install", "fresh")
     }
+
+
+SECOND_START = """
+import sys
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.request import Request, SamplingParams
+
+sizes = dict(max_rows=2, token_budget=32, max_model_len=64)
+core = Core.start(
+    EngineConfig(sys.argv[1], load_format="dummy", compilation_cache=sys.argv[2], **sizes)
+)
+params = SamplingParams(temperature=0.0, ignore_eos=True)
+core.submit(Request("a", np.arange(5, 12, dtype=np.int32), params, (), (), 9, 0))
+ids = []
+while not core.is_idle:
+    core.step()
+    ids += [int(i) for delta in core.poll() for i in delta.token_ids]
+print(sorted({name.split()[0] for name in core.runner.programs.seconds}), ids)
+"""
+
+
+def test_second_start_lowers_nothing_and_answers_the_same(tmp_path):
+    # In processes of their own: the folder is a process's, once and for all.
+    model = pathlib.Path(__file__).parents[1] / "families" / "qwen3.json"
+    command = [sys.executable, "-c", SECOND_START, str(model), str(tmp_path / "xla")]
+    said = [subprocess.check_output(command, text=True).splitlines()[-1] for _ in range(2)]
+    verbs, ids = zip(*(line.split("] [") for line in said), strict=True)
+    assert verbs == ("['compile', 'lower'", "['load', 'trace'")
+    assert ids[0] == ids[1]
+    assert ids[0].count(",") == 8
 
 
 def test_key_without_a_program_is_an_error_with_its_shape(runner):

@@ -1,0 +1,113 @@
+"""A compiled program is kept under what tells it apart, and loaded; a broken file is no program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.execution import kept
+
+ABOUT = ("no options",)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def trace(scale: float = 2.0, dtype=jnp.float32, **options):
+    """Of a function that takes a donated state and a number, like a step."""
+
+    def step(state, by):
+        return {"sum": state["sum"] + scale * by}, by + 1
+
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"sum": jax.ShapeDtypeStruct((4,), dtype)}, jax.ShapeDtypeStruct((), dtype)
+    return jax.jit(step, out_shardings=here, **options).trace(*shapes)
+
+
+def made(traced):
+    file = kept.file_of(traced, ABOUT)
+    assert file is not None
+    kept.keep(file, traced.lower().compile())
+    return file
+
+
+def test_loaded_program_computes_and_donates_like_the_compiled_one(folder):
+    traced = trace(donate_argnums=(0,))
+    file = made(traced)
+    assert [one.name for one in folder.iterdir() if one.suffix == ".program"] == [file.name]
+    program = kept.load(file, trace(donate_argnums=(0,)))
+    assert program is not None
+    state = {"sum": jnp.arange(4.0)}
+    (out, following) = program(state, jnp.float32(3))
+    np.testing.assert_array_equal(out["sum"], np.arange(4.0) + 6)
+    assert following == 4
+    assert state["sum"].is_deleted()
+    assert program.memory_analysis().argument_size_in_bytes == 20
+
+
+def test_the_same_program_has_the_same_name():
+    assert kept.file_of(trace(), ABOUT) == kept.file_of(trace(), ABOUT)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: kept.file_of(trace(scale=3.0), ABOUT), id="body"),
+        pytest.param(lambda: kept.file_of(trace(dtype=jnp.bfloat16), ABOUT), id="dtype"),
+        pytest.param(lambda: kept.file_of(trace(donate_argnums=(0,)), ABOUT), id="donation"),
+        pytest.param(lambda: kept.file_of(trace(), ("options",)), id="options"),
+    ],
+)
+def test_another_program_has_another_name(other):
+    assert other() != kept.file_of(trace(), ABOUT)
+
+
+def test_settings_and_flags_are_part_of_the_name(monkeypatch):
+    before = kept.file_of(trace(), ABOUT)
+    with jax.numpy_dtype_promotion("strict"):
+        assert kept.file_of(trace(), ABOUT) == before, "a setting of tracing shows in the jaxpr"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert kept.file_of(trace(), ABOUT) != before
+
+
+def test_precision_setting_is_part_of_the_name():
+    before = kept.file_of(trace(), ABOUT)
+    old = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert kept.file_of(trace(), ABOUT) != before
+    finally:
+        jax.config.update("jax_default_matmul_precision", old)
+
+
+def test_program_with_array_constants_is_not_kept():
+    table = np.arange(3)
+    traced = jax.jit(lambda x: x + jnp.asarray(table)).trace(jax.ShapeDtypeStruct((3,), jnp.int32))
+    assert traced.jaxpr.consts
+    assert kept.file_of(traced, ABOUT) is None
+
+
+def test_without_a_cache_nothing_is_kept():
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert kept.file_of(trace(), ABOUT) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_broken_file_is_no_program(damage):
+    traced = trace()
+    file = made(traced)
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        file.write_bytes({"cut": content[:-7], "flipped": flipped, "empty": b""}[damage])
+    assert kept.load(file, traced) is None
+    made(traced)
+    assert kept.load(file, traced) is not None

@@ -90,7 +90,7 @@ class EngineConfig:
     """Step programs compiled before ready; a ladder that needs more is refused."""
     masked_rows: int = 0
     """Rows of one step whose ids a grammar may bound (structured output). 0: such requests are
-    refused. Any other value compiles two programs beyond `max_programs`, a deterministic engine
+    refused. Any other value compiles three programs beyond `max_programs`, a deterministic engine
     none; the rows of a step that no grammar bounds are not limited by it."""
     prefix_cache: bool = True
     """Reuse pages of equal prefixes."""

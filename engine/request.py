@@ -189,7 +189,7 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True when argmax of the raw logits is the answer and nothing else is reported."""
+        """True when argmax of the raw or masked logits is the answer and all that is reported."""
         return (
             (self.is_greedy or self.top_k == 1)
             and self.presence_penalty == 0.0
@@ -201,7 +201,6 @@ class SamplingParams:
             and not self.min_tokens
             and not self.logprobs
             and not self.processed_logprobs
-            and self.structured is None
         )
 
 

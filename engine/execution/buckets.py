@@ -62,9 +62,9 @@ class Ladder:
     masked_rows: int = 0
     """Masks one step brings at most. 0: no program takes masks.
 
-    Otherwise two more programs do: a decode and a mixed one of the last rungs, the latter with the
-    score head, so that it holds every mixed step. A deterministic ladder gets no more programs:
-    all of its own take masks, so that a masked row moves no other row to another program.
+    Otherwise three more programs do, of the last rungs: a decode one of either sampler and a mixed
+    one with the score head, which holds every mixed step. A deterministic ladder gets no more
+    programs: all of its own take masks, so that a masked row moves no other row to another program.
     """
     mask_words: int = 0
     """32-bit words of one mask."""
@@ -87,7 +87,8 @@ class Ladder:
         if self.deterministic:
             return tuple(self._masked(key) for key in keys)
         masked_decodes = (
-            self._decode(self.rows[-1], query_len, self.widths[-1], "full")
+            self._decode(self.rows[-1], query_len, self.widths[-1], sampler)
+            for sampler in samplers
             for query_len in self.query_lens
         )
         masked = (*masked_decodes, self._mixed(self.tokens[-1], "full", "score"))
@@ -112,8 +113,9 @@ class Ladder:
         last = dataclasses.replace(
             self, rows=self.rows[-1:], widths=self.widths[-1:], tokens=self.tokens[-1:]
         )
-        full = dataclasses.replace(schedule, is_full_sampler=True, scores_prompt=True)
-        return self._masked(last._unmasked_key_of(full))
+        if not schedule.is_decode:
+            schedule = dataclasses.replace(schedule, scores_prompt=True)
+        return self._masked(last._unmasked_key_of(schedule))
 
     def _masked(self, key: ProgramKey) -> ProgramKey:
         return dataclasses.replace(key, masked_rows=self.masked_rows, mask_words=self.mask_words)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
+import threading
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.monitoring
 from jax.experimental import serialize_executable
 
 from engine.execution import remembered
@@ -60,13 +63,42 @@ def load(file: pathlib.Path, traced: jax.stages.Traced) -> jax.stages.Compiled |
         return None  # gone, broken or of another driver: it will be compiled and kept anew
 
 
-def keep(file: pathlib.Path, compiled: jax.stages.Compiled) -> None:
-    """Writes a program, renamed into place: another process may do the same at the same time."""
-    serialized, *_ = serialize_executable.serialize(compiled)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.touch(mode=0o600)
-    part.write_bytes(zlib.compress(serialized, level=1))
-    part.replace(file)
+def compiled(
+    lowered: jax.stages.Lowered, file: pathlib.Path | None, options: Mapping[str, Any]
+) -> jax.stages.Compiled:
+    """Compiles a program and keeps it, unless it cannot be kept.
+
+    One that jax found in its own cache stays there alone: on a CPU what was loaded cannot be
+    written again, its functions are not found when it runs.
+    """
+    before = _found.number
+    program = lowered.compile(compiler_options=dict(options) or None)
+    if file is not None and _found.number == before:
+        serialized, *_ = serialize_executable.serialize(program)
+        # Renamed into place: another process may do the same at the same time.
+        part = file.with_suffix(f".{os.getpid()}")
+        part.touch(mode=0o600)
+        part.write_bytes(zlib.compress(serialized, level=1))
+        part.replace(file)
+    return program
+
+
+class _Found(threading.local):
+    """Programs that jax found in its cache, by the thread that asked."""
+
+    number = 0
+
+
+_found = _Found()
+
+
+def _heard(event: str, **kwargs: str | int) -> None:
+    del kwargs
+    if event == "/jax/compilation_cache/cache_hits":
+        _found.number += 1
+
+
+jax.monitoring.register_event_listener(_heard)
 
 
 def _devices(traced: jax.stages.Traced) -> set[Any]:

@@ -194,9 +194,7 @@ def _compiled(
         found = kept.load(file, traced)
         if found is not None:
             return found, "load", time.perf_counter() - started
-    compiled = (lowered or traced.lower()).compile(compiler_options=dict(options) or None)
-    if file is not None:
-        kept.keep(file, compiled)
+    compiled = kept.compiled(lowered or traced.lower(), file, options)
     return compiled, "compile", time.perf_counter() - started
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
 from collections.abc import Callable
 
 import jax
@@ -43,10 +44,22 @@ def digest(about: object) -> str:
     """Names what was made from `about`, told apart by its repr, by this code on this device."""
     state = hashlib.blake2b(digest_size=16)
     device = jax.devices()[0]
-    for part in (jax.__version__, jaxlib.version.__version__, device.device_kind, repr(about)):
+    versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
+    for part in (*versions, device.device_kind, _processor(device), repr(about)):
         state.update(part.encode() + b"\0")
     root = pathlib.Path(__file__).parents[2]
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
             state.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return state.hexdigest()
+
+
+def _processor(device: jax.Device) -> str:
+    """What a CPU can do, for code made for it alone."""
+    if device.platform != "cpu":
+        return platform.machine()
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

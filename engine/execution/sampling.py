@@ -86,17 +86,23 @@ class Sampled:
 
 
 @jax.named_scope("greedy")
-def greedy(logits: jax.Array) -> Sampled:
+def greedy(logits: jax.Array, masks: MaskRows | None = None) -> Sampled:
     """Takes the likeliest id of each row, the lowest of equals.
 
     Args:
       logits: f32[R, V].
+      masks: what masked rows may take; None where the program takes none.
 
     Returns:
-      Sampled with no alternatives (N = 0) and ranks of 1.
+      Sampled with no alternatives (N = 0) and ranks of 1; log-probabilities are of the raw logits.
     """
     logits, nonfinite = _finite_rows(logits)
-    token_ids = _argmax(logits)
+    edited, lacks_mask = logits, jnp.zeros_like(nonfinite)
+    is_stuck = jnp.zeros_like(nonfinite)
+    if masks is not None:
+        edited, lacks_mask = _only_unmasked(logits, masks)
+        is_stuck = _stuck(edited, nonfinite, masks)
+    token_ids = _argmax(edited)
     rows = logits.shape[0]
     return Sampled(
         token_ids=token_ids,
@@ -105,8 +111,8 @@ def greedy(logits: jax.Array) -> Sampled:
         top_ids=jnp.zeros((rows, 0), jnp.int32),
         top_logprobs=jnp.zeros((rows, 0), jnp.float32),
         nonfinite=nonfinite,
-        lacks_mask=jnp.zeros(rows, jnp.bool_),
-        is_stuck=jnp.zeros(rows, jnp.bool_),
+        lacks_mask=lacks_mask,
+        is_stuck=is_stuck,
     )
 
 
@@ -146,7 +152,7 @@ def sample(
     edited = _edited(edited, rows, tables, history, num_history)
     is_stuck = jnp.zeros_like(nonfinite)
     if masks is not None:
-        is_stuck = masks.is_masked & ~nonfinite & jnp.all(edited == -jnp.inf, axis=-1)
+        is_stuck = _stuck(edited, nonfinite, masks)
     distances = _filtered(_distances(edited, rows), rows)
     token_ids = _drawn(distances, rows)
     reported = jnp.where((rows.processed_logprobs != 0)[:, None], -distances, logits)
@@ -274,6 +280,11 @@ def _only_unmasked(logits: jax.Array, masks: MaskRows) -> tuple[jax.Array, jax.A
 
     masked = jax.lax.cond(jnp.any(masks.is_masked), apply, lambda x: x, logits)
     return masked, masks.is_masked & ~has_mask
+
+
+def _stuck(edited: jax.Array, nonfinite: jax.Array, masks: MaskRows) -> jax.Array:
+    """bool[R]: masked rows whose finite logits were all taken away."""
+    return masks.is_masked & ~nonfinite & jnp.all(edited == -jnp.inf, axis=-1)
 
 
 def _penalized(

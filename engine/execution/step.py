@@ -193,7 +193,7 @@ def sample(
 ) -> Sampled:
     """The head every program has: f32[logit rows, V] -> one id per logit row."""
     if key.sampler == "greedy":
-        return sampling.greedy(logits)
+        return sampling.greedy(logits, masks)
     if key.query_len > 1:
         raise NotImplementedError(f"query length {key.query_len} needs the greedy sampler")
     assert packed.sampling is not None

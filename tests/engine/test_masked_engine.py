@@ -92,10 +92,10 @@ class Watched:
         monkeypatch.setattr(core.runner, "launch", watched)
 
 
-def test_masked_engine_has_two_more_programs_and_both_proofs_hold(core, llama_core):
-    assert core.info.num_programs == llama_core.info.num_programs + 2
+def test_masked_engine_has_three_more_programs_and_both_proofs_hold(core, llama_core):
+    assert core.info.num_programs == llama_core.info.num_programs + 3
     masked_keys = [key for key in core.runner.programs.steps if key.masked_rows]
-    assert len(masked_keys) == 2
+    assert len(masked_keys) == 3
     for key in masked_keys:
         assert contract.prove_program(core.runner, key) == []
     core.runner.reset_state()

@@ -4,18 +4,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from engine.execution import kept
 
 ABOUT = ("no options",)
 
 
+SETTINGS = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path):
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    """An empty one, which jax's own cache is in too."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    for name, value in (SETTINGS | {"jax_compilation_cache_dir": str(tmp_path)}).items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def trace(scale: float = 2.0, dtype=jnp.float32, **options):
@@ -32,7 +45,7 @@ def trace(scale: float = 2.0, dtype=jnp.float32, **options):
 def made(traced):
     file = kept.file_of(traced, ABOUT)
     assert file is not None
-    kept.keep(file, traced.lower().compile())
+    kept.compiled(traced.lower(), file, {})
     return file
 
 
@@ -109,5 +122,13 @@ def test_broken_file_is_no_program(damage):
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         file.write_bytes({"cut": content[:-7], "flipped": flipped, "empty": b""}[damage])
     assert kept.load(file, traced) is None
-    made(traced)
-    assert kept.load(file, traced) is not None
+
+
+def test_what_jax_found_in_its_own_cache_is_not_written_again(folder):
+    file = kept.file_of(trace(), ABOUT)
+    assert file is not None
+    made(trace())
+    assert file.exists() and any(one.name.startswith("jit_step") for one in folder.iterdir())
+    file.unlink()
+    kept.compiled(trace().lower(), file, {})
+    assert not file.exists()

@@ -35,7 +35,9 @@ def masks_of(*entries: tuple[int, int, tuple[int, ...]]) -> Masks:
     )
 
 
-def sampled(rows, masks: Masks, slots, generations, is_masked) -> sampling.Sampled:
+def sampled(
+    rows, masks: Masks, slots, generations, is_masked, sampler=sampling.sample
+) -> sampling.Sampled:
     mask_rows = sampling.MaskRows(
         is_masked=jnp.asarray(np.array(is_masked)),
         row_slots=jnp.asarray(np.array(slots, np.int32)),
@@ -44,7 +46,7 @@ def sampled(rows, masks: Masks, slots, generations, is_masked) -> sampling.Sampl
         generations=jnp.asarray(masks.generations.astype(np.int32)),
         words=jnp.asarray(masks.words),
     )
-    return jax.device_get(jax.jit(sampling.sample)(*batch_of(rows), mask_rows))
+    return jax.device_get(jax.jit(sampler)(*batch_of(rows), mask_rows))
 
 
 def row(**fields) -> Row:
@@ -91,6 +93,24 @@ def test_mask_of_another_owner_fails_closed(slot, generation):
     assert found.logprobs[0] != 0 and found.is_stuck.tolist() == [True]
 
 
+def test_greedy_sampler_masks_like_the_full_one():
+    one = row(columns={"temperature": 0.0})
+    rows = [one, one, one, dataclasses.replace(one, logits=np.full(VOCAB, np.nan))]
+    masks = masks_of((2, 1, (40,)), (6, 3, (11, 12)), (5, 2, (9,)))
+    # The third row finds the mask of an owner before it.
+    owners = [6, 0, 2, 5], [3, 1, 8, 2], [True, False, True, True]
+    full = sampled(rows, masks, *owners)
+    lean = sampled(
+        rows, masks, *owners, sampler=lambda logits, *rest: sampling.greedy(logits, rest[-1])
+    )
+    assert lean.lacks_mask.tolist() == full.lacks_mask.tolist() == [False, False, True, False]
+    assert lean.is_stuck.tolist() == full.is_stuck.tolist()
+    assert lean.nonfinite.tolist() == full.nonfinite.tolist() == [False, False, False, True]
+    assert lean.token_ids.tolist() == full.token_ids.tolist()
+    assert lean.token_ids[0] in (11, 12)
+    np.testing.assert_array_equal(lean.logprobs[:2], full.logprobs[:2])
+
+
 def test_raw_logprobs_are_of_the_unmasked_logits_and_processed_ones_of_the_masked():
     masks = masks_of((4, 9, (3, 40)))
     raw = sampled([row(columns={"num_logprobs": 2})], masks, [4], [9], [True])
@@ -121,21 +141,24 @@ LADDER = Ladder(
 )
 
 
-def test_masks_add_two_programs_and_change_no_other():
+def test_masks_add_three_programs_and_change_no_other():
     without = dataclasses.replace(LADDER, masked_rows=0, mask_words=0).keys()
     keys = LADDER.keys()
     assert keys[: len(without)] == without
-    decode, mixed = keys[len(without) :]
-    assert (decode.is_decode, decode.rows, decode.width, decode.sampler) == (True, 4, 5, "full")
+    greedy, full, mixed = keys[len(without) :]
+    assert (greedy.sampler, full.sampler, mixed.sampler) == ("greedy", "full", "full")
+    for decode in (greedy, full):
+        assert (decode.is_decode, decode.rows, decode.width) == (True, 4, 5)
+        assert decode.masked_rows == mixed.masked_rows == 2 and "masks 2" in str(decode)
     assert (mixed.is_decode, mixed.head, mixed.tokens) == (False, "score", 32)
-    assert decode.masked_rows == mixed.masked_rows == 2 and "masks 2" in str(decode)
 
 
 def test_steps_with_masks_run_on_the_masked_programs_and_others_do_not():
     keys = LADDER.keys()
     masks = masks_of((0, 0, (1,)))
     one = schedule_of([(0, MASKED, [0], 4)], masks=masks)
-    assert LADDER.key_of(one) == keys[-2]
+    assert LADDER.key_of(one) == keys[-3]
+    assert LADDER.key_of(dataclasses.replace(one, is_full_sampler=True)) == keys[-2]
     both = schedule_of([(0, MASKED, [0], 4), (1, LAST_CHUNK, [1, 2], 0)], masks=masks)
     assert LADDER.key_of(both) == keys[-1]
     assert not LADDER.key_of(schedule_of([(0, LATE, [0], 4)])).masked_rows

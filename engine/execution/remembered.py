@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -54,7 +55,7 @@ def digest(about: object) -> str:
     return state.hexdigest()
 
 
-def _processor(device: jax.Device) -> str:
+def _processor(device: Any) -> str:
     """What a CPU can do, for code made for it alone."""
     if device.platform != "cpu":
         return platform.machine()

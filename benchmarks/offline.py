@@ -106,7 +106,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for name in ("row-rungs", "token-rungs", "page-table-rungs"):
         add(f"--{name}", type=_rungs, metavar="N,N", help="as in EngineConfig")
     add("--memory-fraction", type=float, default=0.9)
-    add("--max-programs", type=int, default=24)
+    add("--max-programs", type=int, default=25)
     add("--depth", type=int, default=2, help="launches in flight")
     add("--no-overlap", action="store_true", help="the sync lane")
     add("--no-command-buffers", action="store_true", help="no CUDA graphs")

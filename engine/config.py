@@ -86,7 +86,7 @@ class EngineConfig:
     """Padded token counts of mixed programs. None: chosen by the runner."""
     page_table_rungs: tuple[int, ...] | None = None
     """Padded page-table widths of decode programs. None: one, the width of `max_model_len`."""
-    max_programs: int = 24
+    max_programs: int = 25
     """Step programs compiled before ready; a ladder that needs more is refused."""
     masked_rows: int = 0
     """Rows of one step whose ids a grammar may bound (structured output). 0: such requests are

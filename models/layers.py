@@ -24,6 +24,10 @@ def identity(name: str, x: jax.Array) -> jax.Array:
     return x
 
 
+_LEAST_ROWS, _LARGE = 8, 2**20
+"""Rows of the smallest product of a tensor core, and elements of a weight that is worth one."""
+
+
 class Weight(Protocol):
     """A pytree node that knows its product and its storage order."""
 
@@ -40,6 +44,12 @@ class Dense:
     def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
         """Sums the last `contract` dimensions of x against the kernel's first ones."""
         axes = tuple(range(self.contract))
+        rows = x.shape[: x.ndim - self.contract]
+        is_large = self.kernel.size >= _LARGE
+        if rows == (1,) and is_large and x.dtype == jnp.bfloat16:
+            # XLA may make a product and a sum of one row: 28 us for 4096 x 2048, 6 us for 8 rows.
+            padding = [(0, _LEAST_ROWS - 1)] + [(0, 0)] * self.contract
+            return self.product(jnp.pad(x, padding), out_dtype)[:1]
         return jax.lax.dot_general(
             x,
             self.kernel,

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.config import EngineConfig, Lane
 from engine.execution import plan as planning
-from engine.execution.buckets import ProgramKey
+from engine.execution.buckets import ProgramKey, powers_of_two
 from engine.execution.packing import (
     carried_pages,
     check,
@@ -35,6 +35,9 @@ from models.batch import Tiling
 from models.cache import CacheSpec, PagedGroup, RecurrentGroup
 from models.registry import HostTables, Model
 
+_LARGE_CARD = 64 * 2**30
+"""Bytes for the engine from which on a card takes large steps."""
+
 
 def device_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:
     """The profile of a device under an engine's settings."""
@@ -50,10 +53,11 @@ def _cpu_profile(device: sharding.Device) -> DeviceProfile:
         dtype="float32",
         page_size=16,
         max_rows=8,
-        first_row_rung=2,
+        row_rungs=powers_of_two(2, 1024),
         token_budget=128,
         token_rungs=(128,),
         max_chunk_rows=8,
+        install_rows=8,
         tiling=Tiling(block_pages=16, tile_tokens=32, tiles_at_once=1),
         compiler_options={},
         probe_options={},
@@ -67,15 +71,19 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
     options: dict[str, Any] = {}
     if not config.command_buffers:
         options["xla_gpu_enable_command_buffer"] = ""
+    memory_bytes = int(stats.get("bytes_limit", 0))
+    # More tokens fill experts better; a small card has no room for their temporaries.
+    token_budget = 8192 if memory_bytes >= _LARGE_CARD else 2048
     return DeviceProfile(
         name=device.device_kind,
         dtype="bfloat16",
         page_size=64,
         max_rows=256,
-        first_row_rung=1,
-        token_budget=2048,
-        token_rungs=(512, 2048),
-        max_chunk_rows=16,
+        row_rungs=(1, *powers_of_two(4, 1024)),
+        token_budget=token_budget,
+        token_rungs=(512, 2048, 8192),
+        max_chunk_rows=64,
+        install_rows=16,
         tiling=Tiling(
             block_pages=128,
             tile_tokens=64,
@@ -85,7 +93,7 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
         ),
         compiler_options=options,
         probe_options=options | {"xla_gpu_autotune_level": 0},
-        memory_bytes=int(stats.get("bytes_limit", 0)),
+        memory_bytes=memory_bytes,
         pool_bytes=None,
         small_blocks=(2**13, 2**16, 2**20),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig, Lane
-from engine.execution.buckets import Ladder, powers_of_two
+from engine.execution.buckets import Ladder
 from engine.scheduling.schedule import RowKind, Schedule
 from models.batch import Tiling
 from models.registry import Model, Registration
@@ -26,11 +26,13 @@ class DeviceProfile:
     dtype: str
     page_size: int
     max_rows: int
-    first_row_rung: int
-    """Smallest decode rung. 2 on a CPU: one-row programs copy transposed weights there."""
+    row_rungs: tuple[int, ...]
+    """Decode rungs below max_rows. None of 1 on a CPU: one-row programs copy weights there."""
     token_budget: int
     token_rungs: tuple[int, ...]
     max_chunk_rows: int
+    install_rows: int
+    """Requests that one run of the install program brings."""
     tiling: Tiling
     compiler_options: Mapping[str, Any]
     probe_options: Mapping[str, Any]
@@ -83,7 +85,8 @@ class Settings:
                 f"max_rows is {max_rows} but {model.registration.architecture} runs {bound} rows "
                 f"a step; start with max_rows={bound}"
             )
-        token_budget = config.token_budget or max(profile.token_budget, max_rows)
+        most = min(profile.token_budget, max_rows * max_model_len)
+        token_budget = config.token_budget or max(most, max_rows)
         page_size = config.page_size or profile.page_size
         max_pages = -(-max_model_len // page_size)
         lane = choose_lane(config, model)
@@ -106,6 +109,10 @@ class Settings:
         )
 
 
+def _up_to(last: int, rungs: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(rung for rung in rungs if rung < last), last)
+
+
 def _ladder(
     config: EngineConfig,
     profile: DeviceProfile,
@@ -114,11 +121,8 @@ def _ladder(
     max_pages: int,
     vocab_size: int,
 ) -> Ladder:
-    rows = config.row_rungs or powers_of_two(min(profile.first_row_rung, max_rows), max_rows)
-    tokens = config.token_rungs or (
-        *(rung for rung in profile.token_rungs if rung < token_budget),
-        token_budget,
-    )
+    rows = config.row_rungs or _up_to(max_rows, profile.row_rungs)
+    tokens = config.token_rungs or _up_to(token_budget, profile.token_rungs)
     widths = config.page_table_rungs or (max_pages,)
     for name, rungs, last in (
         ("row_rungs", rows, max_rows),

@@ -154,7 +154,7 @@ def _host_row(settings: Settings, model: Model) -> jax.ShapeDtypeStruct | None:
 
 def _install_shape(settings: Settings, model: Model) -> InstallShape:
     return InstallShape(
-        rows=settings.max_chunk_rows,
+        rows=min(settings.profile.install_rows, settings.max_rows),
         max_slots=settings.max_slots,
         max_model_len=settings.max_model_len,
         vocab_size=model.vocab_size,

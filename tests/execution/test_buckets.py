@@ -43,17 +43,28 @@ def test_default_gpu_ladder_has_the_budgeted_programs():
     keys = Settings.of(config, toys.model_of(toys.LLAMA), profile).ladder.keys()
     kinds = collections.Counter((key.is_decode, key.head, key.sampler) for key in keys)
     assert kinds == {
-        (True, "sample", "greedy"): 9,
-        (True, "sample", "full"): 9,
-        (False, "sample", "greedy"): 2,
-        (False, "sample", "full"): 2,
-        (False, "score", "full"): 2,
+        (True, "sample", "greedy"): 8,
+        (True, "sample", "full"): 8,
+        (False, "sample", "greedy"): 3,
+        (False, "sample", "full"): 3,
+        (False, "score", "full"): 3,
     }
-    assert len(keys) == len(set(keys)) == 24 == config.max_programs
+    assert len(keys) == len(set(keys)) == 25 == config.max_programs
     rows = [key.rows for key in keys if key.is_decode and key.sampler == "full"]
-    assert rows == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert rows == [1, 4, 8, 16, 32, 64, 128, 256]
     assert {key.rows for key in keys if not key.is_decode} == {256}
-    assert {key.tokens for key in keys if not key.is_decode} == {512, 2048}
+    assert {key.tokens for key in keys if not key.is_decode} == {512, 2048, 8192}
+
+
+def test_small_card_takes_smaller_steps():
+    class Small(Card):
+        def memory_stats(self):
+            return {"bytes_limit": 2**35}
+
+    config = EngineConfig(model="toy")
+    settings = Settings.of(config, toys.model_of(toys.LLAMA), _gpu_profile(Small(), config))
+    assert settings.token_budget == 2048
+    assert settings.ladder.tokens == (512, 2048)
 
 
 def test_every_combination_of_rungs_is_a_program_once():

@@ -110,6 +110,11 @@ def test_token_budget_holds_every_row():
     assert settings(max_rows=8, token_budget=16).token_budget == 16
 
 
+def test_token_budget_is_no_more_than_all_rows_can_hold():
+    assert settings(max_rows=2, max_model_len=33).token_budget == 66
+    assert settings(max_rows=2, max_model_len=33, token_budget=128).token_budget == 128
+
+
 def test_chunk_rows_never_exceed_rows_or_budget():
     assert settings(max_rows=4).max_chunk_rows == 4
     assert settings(max_rows=8).max_chunk_rows == 8

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import json
 import pathlib
 import queue
@@ -53,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {
         "benchmark": "served",
         "conditions": {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": [pathlib.Path(sys.argv[0]).name, *conditions.without_folders(sys.argv[1:])],
+            "device": conditions.of_driver("name") or "cpu",
+            "driver": conditions.of_driver("driver_version"),
             "versions": versions.versions(),
             "commit": conditions.commit(),
             "model": pathlib.Path(options.model).stem,

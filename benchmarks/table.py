@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax import saxutils
@@ -21,6 +22,8 @@ END = "<!-- end: written by benchmarks/table.py -->"
 _NONE = "–"
 _TITLES = {
     "offline": "Offline throughput",
+    "served": "Served over gRPC beside offline",
+    "masked": "Free rows beside one with a grammar",
     "startup": "Process start to first token",
     "memory": "Memory plan and what the allocator counted",
     "poison": "Late writes to arrays handed over",
@@ -69,17 +72,16 @@ def page(reports: dict[str, Report]) -> str:
 
 
 def readme_block(reports: dict[str, Report]) -> str:
-    """Tables of throughput and start-up, each with its conditions."""
+    """Tables of throughput and start-up, each with its conditions: a model's first by name."""
+    kinds = ("offline", "startup")
+    firsts: dict[tuple[str, str], Report] = {}
+    for _, report in sorted(reports.items()):
+        if report["benchmark"] in kinds:
+            firsts.setdefault((report["benchmark"], report["conditions"]["model"]), report)
     parts = [
         part
-        for kind in ("offline", "startup")
-        for report in reports.values()
-        if report["benchmark"] == kind
-        for part in (
-            f"**{_TITLES[kind]}, {report['conditions']['model']}**",
-            _table(report),
-            _conditions(report),
-        )
+        for (kind, model), report in sorted(firsts.items())
+        for part in (f"**{_TITLES[kind]}, {model}**", _table(report), _conditions(report))
     ]
     return "\n\n".join(parts) or "No results yet."
 
@@ -103,6 +105,8 @@ def _table(report: Report) -> str:
         "startup": _startup_table,
         "poison": _poison_table,
         "memory": _memory_table,
+        "served": _served_table,
+        "masked": _masked_table,
     }
     return makers.get(report["benchmark"], _kernel_table)(report)
 
@@ -177,6 +181,36 @@ def _memory_table(report: Report) -> str:
     return _markdown(("part", "planned MiB", "measured MiB"), rows)
 
 
+def _served_table(report: Report) -> str:
+    def median(way: str, name: str) -> float:
+        return statistics.median(run[name] for run in report[way])
+
+    row = (
+        report["conditions"]["shape"].replace("x", " x "),
+        *(f"{median(way, 'output_tokens_per_second'):,.0f}" for way in ("offline", "served")),
+        f"{report['share']:.1%}",
+        f"{median('served', 'tokens_per_message'):.1f}",
+        f"{median('served', 'median_first_token_seconds'):.2f}",
+    )
+    header = ("n x in+out", "offline tok/s", "served tok/s", "share", "tokens a message", "TTFT s")
+    return _markdown(header, [row])
+
+
+def _masked_table(report: Report) -> str:
+    header = ("free rows", "temperature", "ms a token", "beside a masked row", "slower")
+    rows = (
+        (
+            str(result["free_rows"]),
+            str(result["temperature"]),
+            f"{result['token_ms_without_masked_row']:.2f}",
+            f"{result['token_ms_with_masked_row']:.2f}",
+            f"{result['slower_percent']:.1f}%",
+        )
+        for result in report["results"]
+    )
+    return _markdown(header, rows)
+
+
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f}"
 
@@ -198,13 +232,14 @@ def _conditions(report: Report) -> str:
     words = [c["device"], f"jax {c['versions']['jax']}", c["date"][:10], f"commit {c['commit']}"]
     if c["driver"]:
         words.insert(1, f"driver {c['driver']}")
-    if "model" in c:
+    if "settings" in c:
         words += [
             f"{c['model']} {c['settings']['load_format']} weights {c['dtype']}",
             f"max_model_len {c['max_model_len']}",
             f"{c['max_rows']} rows and {c['token_budget']} tokens a step",
             f"lane {c['lane']} depth {c['depth']}, {c['num_programs']} programs",
         ]
+    words += [f"{c['model']}, {c['clients']} client processes"] if "clients" in c else []
     words += [c["work"]] if "work" in c else []
     peers = {
         f" {result['peer']['engine']}: {result['peer']['conditions']}."

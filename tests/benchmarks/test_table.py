@@ -162,3 +162,51 @@ def test_memory_report_names_every_part_and_what_lies_outside():
     assert "| weights | 3,072.0 | 3,073.0 |" in text
     assert "| pools | 5.0 | – |" in text and "| peak in the allocator | – | 7.0 |" in text
     assert "| outside the allocator | – | 9.0 |" in text
+
+
+SERVED = {
+    "benchmark": "served",
+    "conditions": {
+        **{name: CONDITIONS[name] for name in ("device", "driver", "date", "commit", "versions")},
+        "model": "qwen3_8b",
+        "shape": "256x128+256",
+        "clients": 4,
+    },
+    "offline": [{"output_tokens_per_second": rate} for rate in (18_000.0, 17_000.0, 19_000.0)],
+    "served": [
+        {
+            "output_tokens_per_second": rate,
+            "tokens_per_message": 3.2,
+            "median_first_token_seconds": 0.48,
+        }
+        for rate in (17_500.0, 17_820.0, 18_100.0)
+    ],
+    "share": 0.99,
+}
+MASKED = {
+    "benchmark": "masked",
+    "conditions": CONDITIONS,
+    "results": [
+        {
+            "temperature": 0.0,
+            "free_rows": 255,
+            "token_ms_without_masked_row": 11.4531,
+            "token_ms_with_masked_row": 11.6603,
+            "slower_percent": 1.81,
+        }
+    ],
+}
+
+
+def test_served_and_masked_runs_are_tables_with_their_conditions():
+    text = table.page({"one": SERVED, "two": MASKED})
+    assert "| 256 x 128+256 | 18,000 | 17,820 | 99.0% | 3.2 | 0.48 |" in text
+    assert "qwen3_8b, 4 client processes" in text
+    assert "| 255 | 0.0 | 11.45 | 11.66 | 1.8% |" in text
+
+
+def test_readme_shows_a_model_once_a_kind():
+    other = OFFLINE | {"conditions": CONDITIONS | {"commit": "older"}}
+    block = table.readme_block({"b_older": other, "a": OFFLINE})
+    assert block.count("**Offline throughput, qwen3_8b**") == 1
+    assert "commit abc1234" in block and "older" not in block

@@ -105,6 +105,12 @@ class ServerSettings:
             raise ValueError("tls_client_ca needs tls_cert and tls_key; give them too")
         if self.profile_dir is not None and not self.admin:
             raise ValueError("profile_dir is for the admin service; turn that on with --admin")
+        endpoint = self.otel_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otel_endpoint is {endpoint!r}, it must begin with http:// (plain) or https:// "
+                "(TLS), as http://127.0.0.1:4317"
+            )
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """What TLS needs; None: plain text.

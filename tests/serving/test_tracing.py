@@ -73,3 +73,9 @@ def test_endpoint_without_the_packages_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(RuntimeError, match="needs the packages of OpenTelemetry; install the ext"):
         tracing.Spans.to_collector("http://127.0.0.1:4317")
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "localhost:4317", "grpc://host:4317", ""])
+def test_endpoint_without_a_known_scheme_is_refused(endpoint):
+    with pytest.raises(ValueError, match=r"it must begin with http:// \(plain\) or https://"):
+        grpc_server.ServerSettings(otel_endpoint=endpoint)

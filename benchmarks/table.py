@@ -29,6 +29,7 @@ _TITLES = {
     "poison": "Late writes to arrays handed over",
     "decode_attention": "Decode attention, one layer",
     "prefill_attention": "Prefill attention, one layer",
+    "mla": "Latent decode attention, one layer",
     "qkv": "Norm, rotation and KV write, one layer",
 }
 

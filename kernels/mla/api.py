@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kernels.dispatch import Dispatch
+from kernels.mla import decode as mosaic_decode
 from kernels.mla import reference
 
-decode = Dispatch("mla.decode", [("reference", reference.decode)])
+decode = Dispatch("mla.decode", [("mosaic", mosaic_decode.decode), ("reference", reference.decode)])
 """Absorbed: rows of a fixed query length, in latents. See `reference.decode` for the contract."""
 
 prefill = Dispatch("mla.prefill", [("reference", reference.prefill)])

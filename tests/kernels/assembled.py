@@ -1,6 +1,6 @@
 """Assembles an op's kernels for Hopper and prints what ptxas says of them, as JSON.
 
-    python -m tests.kernels.assembled decode|prefill|qkv|moe PLUGIN.so FOLDER
+    python -m tests.kernels.assembled decode|prefill|qkv|mla_decode|moe PLUGIN.so FOLDER
 
 Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from tests.kernels import moe_cases, prefill_cases, qkv_cases
+from tests.kernels import mla_decode_cases, moe_cases, prefill_cases, qkv_cases
 from tests.kernels.decode_cases import Case
 
 FEW, MANY = (512,) * 3, (512,) * 130
@@ -51,10 +51,20 @@ QKV = (
     qkv_cases.Case(64, head_dim=256, group=16, page_size=8),
     qkv_cases.Case(7, group=1),
 )
+MLA_DECODE = (
+    mla_decode_cases.Case(MANY),
+    mla_decode_cases.Case(FEW, page_size=16),
+    mla_decode_cases.Case(MANY, num_heads=20),
+    mla_decode_cases.Case(FEW, num_heads=20, page_size=16),
+    mla_decode_cases.Case(FEW, num_heads=128),
+    mla_decode_cases.Case(MANY, num_heads=128, page_size=16),
+    mla_decode_cases.Case(FEW, num_heads=16, queries=8),
+)
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "decode": (DECODE, lambda case: case.decode("mosaic")),
     "prefill": (PREFILL, lambda case: case.prefill("mosaic")),
     "qkv": (QKV, lambda case: case.prepare("mosaic")),
+    "mla_decode": (MLA_DECODE, lambda case: case.decode("mosaic")),
     "moe": (moe_cases.KERNELS, lambda case: case.call()),
 }
 """Cases of each op, and the call that one stands for."""

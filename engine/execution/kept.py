@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-import pickle
+import stat
 import threading
 import zlib
 from collections.abc import Mapping
@@ -50,7 +50,12 @@ def file_of(traced: jax.stages.Traced, about: object) -> pathlib.Path | None:
 
 
 def load(file: pathlib.Path, traced: jax.stages.Traced) -> jax.stages.Compiled | None:
-    """The program a file holds, or None when it holds none that can be loaded."""
+    """The program a file holds, or None when it holds none that can be loaded.
+
+    What it holds is run as code, so a file that somebody else could have written is not read.
+    """
+    if not _is_own(file):
+        return None
     in_tree, out_tree = (jax.tree.structure(x) for x in (traced.args_info, traced.out_info))
     devices = sorted(_devices(traced), key=lambda device: device.id)
     try:
@@ -59,7 +64,7 @@ def load(file: pathlib.Path, traced: jax.stages.Traced) -> jax.stages.Compiled |
         return serialize_executable.deserialize_and_load(
             kept, in_tree, out_tree, execution_devices=devices
         )
-    except (OSError, zlib.error, pickle.UnpicklingError, ValueError, jax.errors.JaxRuntimeError):
+    except (OSError, zlib.error, ValueError, jax.errors.JaxRuntimeError):
         return None  # gone, broken or of another driver: it will be compiled and kept anew
 
 
@@ -75,11 +80,7 @@ def compiled(
     program = lowered.compile(compiler_options=dict(options) or None)
     if file is not None and _found.number == before:
         serialized, *_ = serialize_executable.serialize(program)
-        # Renamed into place: another process may do the same at the same time.
-        part = file.with_suffix(f".{os.getpid()}")
-        part.touch(mode=0o600)
-        part.write_bytes(zlib.compress(serialized, level=1))
-        part.replace(file)
+        remembered.put(file, zlib.compress(serialized, level=1))
     return program
 
 
@@ -99,6 +100,16 @@ def _heard(event: str, **kwargs: str | int) -> None:
 
 
 jax.monitoring.register_event_listener(_heard)
+
+
+def _is_own(file: pathlib.Path) -> bool:
+    """Whether only this user can write a file and its folder."""
+    try:
+        found = (file.stat(), file.parent.stat())
+    except OSError:
+        return False
+    writable_by_others = stat.S_IWGRP | stat.S_IWOTH
+    return all(x.st_uid == os.getuid() and not x.st_mode & writable_by_others for x in found)
 
 
 def _devices(traced: jax.stages.Traced) -> set[Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import platform
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jaxlib.version
+
+_log = logging.getLogger(__name__)
 
 PACKAGES = ("engine", "models", "kernels")
 """What a program is made from: a changed line forgets every figure."""
@@ -34,11 +36,20 @@ def figure(name: str, about: object, make: Callable[[], int]) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # never kept, or half a file of a process that died
     found = make()
-    # Renamed into place: another process may start at the same time.
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({name: found}))
-    part.replace(file)
+    put(file, json.dumps({name: found}).encode())
     return found
+
+
+def put(file: pathlib.Path, content: bytes) -> None:
+    """Writes a file of this user alone; in a folder that cannot be written, says so and goes on."""
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        part.touch(mode=0o600)
+        part.write_bytes(content)
+        part.replace(file)  # whole, though another process may do the same at the same time
+    except OSError as error:
+        _log.warning("the next start will be slower: %s cannot be written: %s", file, error)
+        part.unlink(missing_ok=True)
 
 
 def digest(about: object) -> str:
@@ -46,7 +57,7 @@ def digest(about: object) -> str:
     state = hashlib.blake2b(digest_size=16)
     device = jax.devices()[0]
     versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
-    for part in (*versions, device.device_kind, _processor(device), repr(about)):
+    for part in (*versions, device.device_kind, _processor(), repr(about)):
         state.update(part.encode() + b"\0")
     root = pathlib.Path(__file__).parents[2]
     for package in PACKAGES:
@@ -55,10 +66,8 @@ def digest(about: object) -> str:
     return state.hexdigest()
 
 
-def _processor(device: Any) -> str:
-    """What a CPU can do, for code made for it alone."""
-    if device.platform != "cpu":
-        return platform.machine()
+def _processor() -> str:
+    """What the host's processor can do: code may be made for it alone."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

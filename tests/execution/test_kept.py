@@ -132,3 +132,28 @@ def test_what_jax_found_in_its_own_cache_is_not_written_again(folder):
     file.unlink()
     kept.compiled(trace().lower(), file, {})
     assert not file.exists()
+
+
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_file_that_others_can_write_is_not_read(folder, whose):
+    traced = trace()
+    file = made(traced)
+    assert kept.load(file, traced) is not None
+    {"file": file, "folder": folder}[whose].chmod(0o770)
+    assert kept.load(file, traced) is None
+
+
+def test_file_of_another_user_is_not_read(monkeypatch):
+    traced = trace()
+    file = made(traced)
+    monkeypatch.setattr(kept.os, "getuid", lambda: 12345)
+    assert kept.load(file, traced) is None
+
+
+def test_folder_that_cannot_be_written_costs_no_start(folder, caplog):
+    traced = trace()
+    file = kept.file_of(traced, ABOUT)
+    assert file is not None
+    program = kept.compiled(traced.lower(), folder / "gone" / file.name, {})
+    assert program is not None and not file.exists()
+    assert "the next start will be slower" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -59,11 +60,19 @@ def digest(about: object) -> str:
     versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
     for part in (*versions, device.device_kind, _processor(), repr(about)):
         state.update(part.encode() + b"\0")
+    state.update(_code())
+    return state.hexdigest()
+
+
+@functools.cache
+def _code() -> bytes:
+    """A digest of the sources, read once: every program of a start asks for it."""
+    state = hashlib.blake2b(digest_size=16)
     root = pathlib.Path(__file__).parents[2]
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
             state.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return state.hexdigest()
+    return state.digest()
 
 
 def _processor() -> str:

@@ -308,8 +308,9 @@ def test_a_mixture_of_experts_stays_sound_in_a_crowd(qwen3_moe_core):
     assert_equal_to_solo_runs(crowd, every=5)
 
 
-def test_latents_stay_sound_in_a_crowd(tmp_path):
-    folder = tiny.write_checkpoint("deepseek_v2_lite", tmp_path / "model")
+@pytest.mark.parametrize("family", ["deepseek_v2_lite", "glm4_moe_lite"])
+def test_latents_stay_sound_in_a_crowd(family, tmp_path):
+    folder = tiny.write_checkpoint(family, tmp_path / "model")
     core = loop.start(folder, page_size=4, max_model_len=96)
     try:
         crowd = soak(core, seed=17, num_requests=60)

@@ -31,6 +31,8 @@ _TITLES = {
     "prefill_attention": "Prefill attention, one layer",
     "mla": "Latent decode attention, one layer",
     "qkv": "Norm, rotation and KV write, one layer",
+    "linear": "Products of few tokens",
+    "norm": "Residual and norm",
 }
 
 Report = dict[str, Any]

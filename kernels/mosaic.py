@@ -18,6 +18,11 @@ SWIZZLED = (  # jax declares a method of both abstract that only its interpreter
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
 """How a tile lies in shared memory for a product to read it."""
+SWIZZLED_FLOATS = (
+    plgpu.TilingTransform((8, 32)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+"""The same of float32, on its way out."""
 
 Ref = Any
 """A reference inside a kernel; Pallas has no public type for it."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.norm import api as norm_api
 from kernels.qkv.reference import turned
 from models import layers, mla, mlp, moe
 from models.attention import attend, attend_projected
@@ -64,12 +65,14 @@ def forward(
     turn = layers.rotation(config.rope, batch.positions)
     is_nonfinite = cache.is_nonfinite
     pools = []
+    update = None
     for i in range(config.num_layers):
-        hidden, pool, is_bad = _layer(
+        hidden, update, pool, is_bad = _layer(
             config,
             i in config.moe_layers,
             params["layers"][str(i)],
             hidden,
+            update,
             cache.pools[0][i],
             turn,
             batch,
@@ -77,8 +80,8 @@ def forward(
         )
         pools.append(pool)
         is_nonfinite = jnp.logical_or(is_nonfinite, is_bad)
-    hidden = layers.rms_norm(hidden, params["norm"], config.rms_norm_eps)
-    return tap("norm", hidden), Cache(pools=(tuple(pools),), is_nonfinite=is_nonfinite)
+    _, normed = _add_norm(config, hidden, update, params["norm"], 0, batch)
+    return tap("norm", normed), Cache(pools=(tuple(pools),), is_nonfinite=is_nonfinite)
 
 
 def _tap_layer(tap: Tap, layer: int, name: str, x: jax.Array) -> jax.Array:
@@ -90,15 +93,20 @@ def _layer(
     is_moe: bool,
     weights: Mapping[str, Any],
     hidden: jax.Array,
+    update: jax.Array | None,
     pool: jax.Array,
     turn: Rotation,
     batch: Batch,
     tap: Tap | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One layer: an inner jit, so that layers of a kind trace once; a tapped one, in line."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """One layer: an inner jit, so that layers of a kind trace once; a tapped one, in line.
+
+    The residual stream is what was added up and what the last MLP adds, which the next norm does:
+    one kernel for both. A tap sees sums, so there nothing is left to add.
+    """
     if tap is None:
-        return _traced_layer(config, is_moe, weights, hidden, pool, turn, batch)
-    return _layer_body(config, is_moe, weights, hidden, pool, turn, batch, tap)
+        return _traced_layer(config, is_moe, weights, hidden, update, pool, turn, batch)
+    return _layer_body(config, is_moe, weights, hidden, update, pool, turn, batch, tap)
 
 
 def _layer_body(
@@ -106,20 +114,48 @@ def _layer_body(
     is_moe: bool,
     weights: Mapping[str, Any],
     hidden: jax.Array,
+    update: jax.Array | None,
     pool: jax.Array,
     turn: Rotation,
     batch: Batch,
     tap: Tap = identity,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    vectors = layer_vectors(config, weights["vectors"])
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    flat = weights["vectors"]
+    vectors, places = layer_vectors(config, flat), vector_layout(config)
     with jax.named_scope("attention"):
-        normed = layers.rms_norm(hidden, vectors["input_norm"], config.rms_norm_eps)
-        mixed, pool, is_bad = _attention(config, weights, vectors, normed, pool, turn, batch, tap)
-        hidden = tap("attention", hidden + mixed)
+        hidden, normed = _add_norm(config, hidden, update, flat, places["input_norm"][0], batch)
+        update, pool, is_bad = _attention(config, weights, vectors, normed, pool, turn, batch, tap)
+        if tap is not identity:
+            hidden, update = tap("attention", hidden + layers.summed(update, hidden.dtype)), None
     with jax.named_scope("mlp"):
-        normed = layers.rms_norm(hidden, vectors["post_norm"], config.rms_norm_eps)
-        hidden = tap("mlp", hidden + _mlp(config, is_moe, weights, vectors, normed, batch, tap))
-    return hidden, pool, is_bad
+        hidden, normed = _add_norm(config, hidden, update, flat, places["post_norm"][0], batch)
+        update = _mlp(config, is_moe, weights, vectors, normed, batch, tap)
+        if tap is not identity:
+            hidden, update = tap("mlp", hidden + layers.summed(update, hidden.dtype)), None
+    return hidden, update, pool, is_bad
+
+
+def _add_norm(
+    config: DecoderConfig,
+    hidden: jax.Array,
+    update: jax.Array | None,
+    vectors: jax.Array,
+    scale_at: int,
+    batch: Batch,
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of hidden [T, D] and its update [S, T, D], if there is one, and the norm of that."""
+    if update is None:
+        scale = jax.lax.slice(vectors, (scale_at,), (scale_at + config.hidden_size,))
+        return hidden, layers.rms_norm(hidden, scale, config.rms_norm_eps)
+    # A kernel reads the scale where it lies, as that of the queries does.
+    return norm_api.add_norm(
+        hidden,
+        update,
+        vectors,
+        scale_at=scale_at,
+        eps=config.rms_norm_eps,
+        kernels=batch.tiling.kernels,
+    )
 
 
 _traced_layer = jax.jit(_layer_body, static_argnums=(0, 1))
@@ -138,8 +174,8 @@ def _attention(
     if config.mla is not None:
         table = batch.page_tables[0]
         return mla.attention(config.mla, weights, vectors, x, pool, turn, batch, table, tap=tap)
-    num_tokens = x.shape[0]
-    qkv = layers.linear(x, weights["qkv"])  # [T, K, G + 2, H]
+    num_tokens, kernels = x.shape[0], batch.tiling.kernels
+    qkv = layers.linear(x, weights["qkv"], kernels=kernels)  # [T, K, G + 2, H]
     if "qkv_bias" in vectors:
         qkv = qkv + vectors["qkv_bias"][None]
     table, eps = batch.page_tables[0], config.rms_norm_eps
@@ -149,7 +185,15 @@ def _attention(
         scales_at, _ = vector_layout(config).get("qk_norm", (0, ()))
         flat = weights["vectors"] if config.qk_norm else None
         out, pool, is_bad = attend_projected(
-            qkv, turn, flat, pool, batch, table, scales_at=scales_at, eps=eps, **look
+            qkv,
+            turn,
+            flat,
+            pool,
+            batch,
+            table,
+            scales_at=scales_at,
+            eps=eps,
+            **look,
         )
     else:
         # What a tap sees or changes lies between the steps of the operation above.
@@ -157,10 +201,11 @@ def _attention(
         out, pool, is_bad = attend(
             tap("q", q), tap("k", keys), tap("v", values), pool, batch, table, **look
         )
-    out = layers.linear(out.reshape(num_tokens, -1), weights["o"])
-    if "o_bias" in vectors:
-        out = out + vectors["o_bias"][None]
-    return out, pool, is_bad
+    out = out.reshape(num_tokens, -1)
+    if "o_bias" not in vectors:
+        return weights["o"].parts(out, kernels), pool, is_bad
+    out = layers.linear(out, weights["o"], kernels=kernels) + vectors["o_bias"][None]
+    return out[None], pool, is_bad
 
 
 def _mlp(
@@ -179,6 +224,7 @@ def _mlp(
         x,
         weights["gate_up"],
         weights["down"],
+        kernels=batch.tiling.kernels,
         gate_up_bias=vectors.get("gate_up_bias"),
         down_bias=vectors.get("down_bias"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.linear import api as linear_api
+from kernels.linear.reference import precision_of
 from kernels.qkv import reference
 
 Tap = Callable[[str, jax.Array], jax.Array]
@@ -24,39 +27,26 @@ def identity(name: str, x: jax.Array) -> jax.Array:
     return x
 
 
-_LEAST_ROWS, _LARGE = 8, 2**20
-"""Rows of the smallest product of a tensor core, and elements of a weight that is worth one."""
-
-
 class Weight(Protocol):
     """A pytree node that knows its product and its storage order."""
 
-    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array: ...
+    def product(self, x: jax.Array, out_dtype: jnp.dtype, kernels: str) -> jax.Array: ...
 
 
 @flax.struct.dataclass
 class Dense:
-    """A plain weight [in..., out...]; the first `contract` dimensions are summed over."""
+    """A plain weight [in, out...]."""
 
     kernel: jax.Array
-    contract: int = flax.struct.field(pytree_node=False, default=1)
 
-    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-        """Sums the last `contract` dimensions of x against the kernel's first ones."""
-        axes = tuple(range(self.contract))
-        rows = x.shape[: x.ndim - self.contract]
-        is_large = self.kernel.size >= _LARGE
-        if rows == (1,) and is_large and x.dtype == jnp.bfloat16:
-            # XLA may make a product and a sum of one row: 28 us for 4096 x 2048, 6 us for 8 rows.
-            padding = [(0, _LEAST_ROWS - 1)] + [(0, 0)] * self.contract
-            return self.product(jnp.pad(x, padding), out_dtype)[:1]
-        return jax.lax.dot_general(
-            x,
-            self.kernel,
-            ((tuple(x.ndim - self.contract + a for a in axes), axes), ((), ())),
-            precision=matmul_precision(x.dtype),
-            preferred_element_type=out_dtype,
-        )
+    def product(self, x: jax.Array, out_dtype: jnp.dtype, kernels: str) -> jax.Array:
+        """x [T, in] -> [T, out...]; nothing asks for another dtype than x's."""
+        assert x.dtype == out_dtype
+        return linear_api.product(x, self.kernel, kernels=kernels)
+
+    def parts(self, x: jax.Array, kernels: str) -> jax.Array:
+        """x [T, in] -> [S, T, out], which add up to the product: the next norm adds them up."""
+        return linear_api.parts(x, self.kernel, kernels=kernels)
 
 
 @flax.struct.dataclass
@@ -65,13 +55,14 @@ class Rows:
 
     kernel: jax.Array
 
-    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-        """x [T, in] -> [T, out]."""
+    def product(self, x: jax.Array, out_dtype: jnp.dtype, kernels: str) -> jax.Array:
+        """x [T, in] -> [T, out]; XLA's on every device."""
+        del kernels
         return jax.lax.dot_general(
             x,
             self.kernel,
             (((x.ndim - 1,), (1,)), ((), ())),
-            precision=matmul_precision(x.dtype),
+            precision=precision_of(x.dtype),
             preferred_element_type=out_dtype,
         )
 
@@ -83,25 +74,39 @@ class PerHead:
     kernel: jax.Array
     output_major: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def product(self, x: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-        """x [T, N, in] -> [T, N, out]."""
+    def product(self, x: jax.Array, out_dtype: jnp.dtype, kernels: str) -> jax.Array:
+        """x [T, N, in] -> [T, N, out]; XLA's on every device."""
+        del kernels
         return jnp.einsum(
             "TNI,NOI->TNO" if self.output_major else "TNI,NIO->TNO",
             x,
             self.kernel,
-            precision=matmul_precision(x.dtype),
+            precision=precision_of(x.dtype),
             preferred_element_type=out_dtype,
         )
 
 
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Float32 operands are multiplied as float32 everywhere (a GPU would round them to TF32)."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+def linear(
+    x: jax.Array,
+    weight: Weight,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    kernels: str = "plain",
+) -> jax.Array:
+    """Every projection of every family: x [..., in] -> [..., out...].
+
+    Args:
+      x: of one dtype with the weight.
+      weight: knows its product.
+      out_dtype: None: x's.
+      kernels: as in `Tiling.kernels`.
+    """
+    return weight.product(x, jnp.dtype(out_dtype or x.dtype), kernels)
 
 
-def linear(x: jax.Array, weight: Weight, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """Every projection of every family: x [..., in...] -> [..., out...]."""
-    return weight.product(x, jnp.dtype(out_dtype or x.dtype))
+def summed(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[S, T, D] -> [T, D]: first to last in the parts' own dtype, rounded once."""
+    return functools.reduce(jnp.add, [parts[i] for i in range(parts.shape[0])]).astype(dtype)
 
 
 rms_norm = reference.rms_norm

@@ -208,18 +208,18 @@ def attention(
       tap: static observer.
 
     Returns:
-      [T, D] in x's dtype, the pool with this step's tokens, and bool[T] where an entry was not
-      finite.
+      Parts [S, T, D] of the output, the pool with this step's tokens, and bool[T] where an entry
+      was not finite.
     """
-    c = config
+    c, kernels = config, batch.tiling.kernels
     q_a, latent, k_rope = jnp.split(
-        layers.linear(x, weights["qkv_a"]),
+        layers.linear(x, weights["qkv_a"], kernels=kernels),
         [c.q_lora_rank or 0, (c.q_lora_rank or 0) + c.kv_lora_rank],
         axis=-1,
     )
     if c.q_lora_rank is not None:
         x = layers.rms_norm(q_a, vectors["q_a_norm"], c.latent_norm_eps)
-    q = layers.linear(x, weights["q"])  # [T, N, nope + R]
+    q = layers.linear(x, weights["q"], kernels=kernels)  # [T, N, nope + R]
     q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
     q = tap("q", jnp.concatenate([q_nope, layers.rotate(q_rope, turn)], axis=-1))
     latent = layers.rms_norm(latent, vectors["kv_a_norm"], c.latent_norm_eps)
@@ -229,7 +229,7 @@ def attention(
     # every layer's projection stays in memory until then: 17 MB of DeepSeek-V2-Lite, 27 times.
     q, is_bad = jax.lax.optimization_barrier((q, is_bad))
     out = attend(c, weights["k_up"], weights["v_up"], q, pool, batch, page_table)
-    return layers.linear(out.reshape(out.shape[0], -1), weights["o"]), pool, is_bad
+    return weights["o"].parts(out.reshape(out.shape[0], -1), kernels), pool, is_bad
 
 
 def attend(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from kernels.linear import api
 from models import layers
 from models.checkpoint import Leaf, Part
-from models.layers import Dense, Weight
+from models.layers import Dense
 
 
 def leaves(
@@ -38,15 +39,19 @@ def leaves(
 
 def gated(
     x: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Dense,
+    down: Dense,
     *,
+    kernels: str,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
 ) -> jax.Array:
-    """down(silu(gate(x)) * up(x)), x [T, D] -> [T, D]; biases are [2, F] and [D]."""
-    halves = layers.linear(x, gate_up)  # [T, 2, F]
-    if gate_up_bias is not None:
-        halves = halves + gate_up_bias[None]
-    out = layers.linear(jax.nn.silu(halves[:, 0]) * halves[:, 1], down)
-    return out if down_bias is None else out + down_bias[None]
+    """down(silu(gate(x)) * up(x)), x [T, D] -> parts [S, T, D] of it; biases are [2, F] and [D]."""
+    if gate_up_bias is None:
+        hidden = api.gated(x, gate_up.kernel, kernels=kernels)
+    else:
+        halves = layers.linear(x, gate_up, kernels=kernels) + gate_up_bias[None]  # [T, 2, F]
+        hidden = jax.nn.silu(halves[:, 0]) * halves[:, 1]
+    if down_bias is None:
+        return down.parts(hidden, kernels)
+    return (layers.linear(hidden, down, kernels=kernels) + down_bias[None])[None]

@@ -143,13 +143,13 @@ def mlp(
     *,
     tap: Tap = identity,
 ) -> jax.Array:
-    """Sends x [T, D], normed, through each token's experts -> [T, D] in its dtype.
+    """Sends x [T, D], normed, through each token's experts -> parts [S, T, D] of their output.
 
     Padding goes to no expert. A tap sees `router_logits` f32[T, E], `topk_ids` i32[T, k] (E for
     padding) and `topk_weights` f32[T, k], and may change them.
     """
     c, kernels = config, batch.tiling.kernels
-    router_logits = tap("router_logits", _router_logits(c, weights["router"], x))
+    router_logits = tap("router_logits", _router_logits(c, weights["router"], x, kernels))
     topk_ids, topk_weights = api.route(
         router_logits,
         weights.get("router_bias"),
@@ -173,14 +173,16 @@ def mlp(
     )
     if c.shared_intermediate_size is None:
         return out
-    return out + dense.gated(x, weights["shared_gate_up"], weights["shared_down"])
+    shared = dense.gated(x, weights["shared_gate_up"], weights["shared_down"], kernels=kernels)
+    return (layers.summed(out, x.dtype) + layers.summed(shared, x.dtype))[None]
 
 
-def _router_logits(config: MoeConfig, router: Dense, x: jax.Array) -> jax.Array:
+def _router_logits(config: MoeConfig, router: Dense, x: jax.Array, kernels: str) -> jax.Array:
     """f32[T, E], rounded to x's dtype unless the router computes in float32."""
     if config.router_dtype == "float32":
         x = x.astype(jnp.float32)
-    return layers.linear(x, router).astype(jnp.float32)
+    # So few outputs keep no device busy unless their inputs are split.
+    return layers.summed(router.parts(x, kernels), x.dtype).astype(jnp.float32)
 
 
 def expert_load(topk_ids: jax.Array, num_experts: int) -> jax.Array:

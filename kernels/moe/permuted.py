@@ -17,6 +17,9 @@ from kernels.moe import products, tables
 from kernels.moe.products import Tile
 from kernels.mosaic import Ref, round_up
 
+_THREADS = 128
+"""Of a warpgroup."""
+
 
 def experts(
     x: jax.Array,
@@ -47,7 +50,7 @@ def experts(
     first, second = (_tile(columns, rows) for rows in (2 * width, hidden_size))
     hidden = products.gate_up(gate_up, grouped, tile_experts, upto, first)
     outputs = products.down(down, hidden, tile_experts, upto, second)
-    return _combine(outputs, rows, weights)
+    return _combine(outputs, rows, weights)[None]
 
 
 def _columns(size: int, num_experts: int) -> int:
@@ -102,6 +105,42 @@ def _dispatch_kernel(x: Ref, rows: Ref, out: Ref, *, staged: Ref, here: Ref, tok
 
 def _combine(outputs: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Each token's outputs, weighted and summed in the order of its choices -> [T, D]."""
+    num_tokens, hidden_size = rows.shape[0], outputs.shape[1]
+    if hidden_size % _THREADS:
+        return _combine_unaligned(outputs, rows, weights)
+    kernel = plgpu.kernel(
+        _combine_kernel,
+        out_type=jax.ShapeDtypeStruct((num_tokens, hidden_size), outputs.dtype),
+        kernel_name="moe_combine",
+        grid=(num_tokens,),
+        grid_names=("token",),
+    )
+    return kernel(outputs, rows, weights)
+
+
+def _combine_kernel(outputs: Ref, rows: Ref, weights: Ref, out: Ref) -> None:
+    """One block: one token."""
+    token, (hidden_size,) = jax.lax.axis_index("token"), out.shape[1:]
+    choices = range(rows.shape[1])
+    vector = next(n for n in (8, 4, 2, 1) if hidden_size % (_THREADS * n) == 0)
+    layout = plgpu.Layout.WG_STRIDED((hidden_size,), vec_size=vector)
+    targets = [rows[token, choice] for choice in choices]
+    shares = [weights[token, choice] for choice in choices]
+    # All asked for before one is used. One that does not count reads what nobody may have written.
+    values = [
+        plgpu.load(outputs.at[jnp.maximum(target, 0)], layout=layout, optimized=False)
+        for target in targets
+    ]
+    total = plgpu.layout_cast(jnp.zeros((hidden_size,), jnp.float32), layout)
+    for target, share, value in zip(targets, shares, values, strict=True):
+        weighted = value.astype(jnp.float32) * share
+        is_counted = jnp.broadcast_to(target, weighted.shape) >= 0
+        total = total + jnp.where(is_counted, weighted, 0.0)
+    out[token] = total.astype(out.dtype)
+
+
+def _combine_unaligned(outputs: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """The same of outputs that a warpgroup's threads cannot share out evenly."""
     num_tokens, top_k = weights.shape
     is_counted = rows >= 0
     rows = jnp.maximum(rows, 0)  # one that nobody may have written

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.mosaic import SWIZZLED, Ref, div_rem
+from kernels.mosaic import SWIZZLED, SWIZZLED_FLOATS, Ref, div_rem
 
 DEPTH = 64
 """Inputs of one step: a swizzled row of 128 bytes."""
@@ -25,6 +25,8 @@ BLOCK = 64
 """Rows of gate, then as many of up: a warpgroup's 128 rows hold both of the same outputs."""
 MULTIPROCESSORS = 132
 """Of an H100 or H200: on a device with fewer, some blocks wait for others to end."""
+SIDE = 64
+"""The fixed side of a warpgroup's product."""
 _SHARED_BYTES = 226 * 1024
 """What a block's ring and results may take; its barriers are beside them."""
 _MAX_STAGES = 12
@@ -54,7 +56,14 @@ class Tile:
     @property
     def stages(self) -> int:
         """Steps on their way at once: as many as memory holds."""
-        result = self.consumers * self.columns * BLOCK * 2
+        return self._stages(self.consumers * self.columns * BLOCK * 2)
+
+    @property
+    def summed_stages(self) -> int:
+        """The same beside a result that is float32 and SIDE tokens high."""
+        return self._stages(self.block_rows * SIDE * 4 + SIDE * DEPTH * 2)
+
+    def _stages(self, result: int) -> int:
         step = (self.block_rows + self.columns) * DEPTH * 2
         return min(_MAX_STAGES, (_SHARED_BYTES - result) // step)
 
@@ -71,11 +80,11 @@ class _Memory:
     weight_ring: Ref
     """[stages, block rows, 64]."""
     token_ring: Ref
-    """[stages, columns, 64]."""
+    """A step's tokens after the other's, [stages * columns or more, 64]."""
     here: Ref
     free: Ref
     result: Ref | None = None
-    """[consumers, columns, 64], on its way out."""
+    """On its way out, of each warpgroup: [columns, 64], or of sums [columns, rows]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +206,7 @@ def _grouped(
         grid_names=("block",),
         num_threads=tile.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(tile) | dict(result=result),
+        scratch_types=_scratch(tile, tile.stages) | dict(result=result),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(*operands)
@@ -249,12 +258,13 @@ def _grouped_kernel(
 
         def produce(i: jax.Array, filled: jax.Array) -> jax.Array:
             number, row_block = unit_at(i)
-            start = 0 if form.is_shared else number * tile.columns
+            # Of few tokens the rows past them come as zeros; a start that is known is checked.
+            start = div_rem(block, num_blocks)[0] * 8 if form.is_shared else number * tile.columns
             source = _Source(experts[number], row_block * tile.block_rows, start)
             return _fetch(weights, x, memory, source, filled, num_steps, tile)
 
         filled = jax.lax.fori_loop(0, share, produce, jnp.int32(0))
-        _await_places(memory, filled, tile)
+        _await_places(memory, filled)
 
 
 def _activate_weighted(
@@ -308,36 +318,40 @@ def summed_down(
     hidden: jax.Array,
     experts: jax.Array,
     count: jax.Array,
+    num_tokens: int,
     splits: int,
     tile: Tile,
 ) -> jax.Array:
     """The products of some experts, added up in the accumulator, expert after expert.
 
-    A split takes some inputs of every expert, always the same ones: what a column adds up does not
-    depend on which others are chosen, as long as they hold zeros for it.
+    Here tokens lie on the fixed side of a product, so that sums leave token by token. A split takes
+    some inputs of every expert, always the same ones: what a token adds up does not depend on which
+    others are chosen, as long as they hold zeros for it.
 
     Args:
       weights: [E, D, F].
       hidden: [E * columns, F], by place in `experts`.
       experts: i32[E], the chosen ones first, in rising order.
       count: i32[...], its last number is how many are chosen.
+      num_tokens: at most a tile's columns; up to 8 of them, or a multiple of 8.
       splits: parts of the inputs, at most F / 64.
       tile: its block rows divide D; steps are not late.
 
     Returns:
-      f32[splits, D, columns], zero when none is chosen.
+      f32[splits, num_tokens, D], zero when none is chosen.
     """
     assert not tile.is_late
     hidden_size = weights.shape[1]
+    result = plgpu.SMEM((tile.consumers, SIDE, tile.rows), jnp.float32, transforms=SWIZZLED_FLOATS)
     kernel = plgpu.kernel(
         functools.partial(_summed_kernel, splits=splits, tile=tile),
-        out_type=jax.ShapeDtypeStruct((splits, hidden_size, tile.columns), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, num_tokens, hidden_size), jnp.float32),
         kernel_name="moe_summed_down",
         grid=(hidden_size // tile.block_rows, splits),
         grid_names=("row_block", "split"),
         num_threads=tile.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(tile),
+        scratch_types=_scratch(tile, tile.summed_stages, SIDE) | dict(result=result),
     )
     return kernel(weights, hidden, experts, count)
 
@@ -367,9 +381,14 @@ def _summed_kernel(
     @pl.when(warpgroup < tile.consumers)
     def _() -> None:
         plgpu.set_max_registers(tile.registers[0], action="increase")
-        total = _multiplied(memory, jnp.int32(0), num_experts * num_steps, warpgroup, tile)
-        rows = pl.ds(pl.multiple_of(row + warpgroup * tile.rows, tile.rows), tile.rows)
-        out[split, rows] = total
+        sums = _summed(memory, num_experts * num_steps, warpgroup, tile)
+        columns = pl.ds(pl.multiple_of(row + warpgroup * tile.rows, tile.rows), tile.rows)
+        target, num_tokens = out.at[split, :, columns], min(tile.columns, SIDE)
+        # A start that is not known is not checked against the tokens: none is written past them.
+        zero = div_rem(split, splits)[0] * 8
+        for i, total in enumerate(sums):
+            _write_sums(total, memory, warpgroup, target, zero + i * SIDE, num_tokens)
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.consumers)
     def _() -> None:
@@ -384,7 +403,53 @@ def _summed_kernel(
             return filled, next_expert
 
         filled, _ = jax.lax.fori_loop(0, num_experts, produce, (jnp.int32(0), experts[0]))
-        _await_places(memory, filled, tile)
+        _await_places(memory, filled)
+
+
+def _summed(
+    memory: _Memory, num_steps: jax.Array, warpgroup: jax.Array, tile: Tile
+) -> tuple[jax.Array, ...]:
+    """f32[64, rows] for every 64 tokens, the sum of all steps.
+
+    Rows past the tokens hold anything: what lies behind a step's tokens is another's.
+    """
+    rows = pl.ds(warpgroup * tile.rows, tile.rows)
+    sides = -(-tile.columns // SIDE)
+
+    def multiply(*sums: Ref) -> tuple[jax.Array, ...]:
+        @pl.loop(0, num_steps)
+        def _(number: jax.Array) -> None:
+            slot = jax.lax.rem(number, _stages(memory))
+            plgpu.barrier_wait(memory.here.at[slot])
+            for i, total in enumerate(sums):
+                tokens = memory.token_ring.at[_tokens_at(slot, tile, i * SIDE, SIDE)]
+                plgpu.wgmma(total, tokens, memory.weight_ring.at[slot, rows].T)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(memory.free.at[slot])
+
+        return tuple(total[...] for total in sums)
+
+    # Public, though listed in a way that type checkers do not see.
+    total = plgpu.ACC((SIDE, tile.rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, *[total] * sides)
+
+
+def _write_sums(
+    total: jax.Array,
+    memory: _Memory,
+    warpgroup: jax.Array,
+    target: Ref,
+    start: jax.Array,
+    num_tokens: int,
+) -> None:
+    """Writes the leading tokens of f32[64, rows] to where they begin in a split's outputs."""
+    assert memory.result is not None
+    staged = memory.result.at[warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staged[...] = total
+    plgpu.commit_smem()
+    tokens = pl.ds(pl.multiple_of(start, 8), num_tokens)
+    plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, num_tokens)], target.at[tokens])
 
 
 def decline_unless_covered(x: jax.Array, gate_up: jax.Array, down: jax.Array, kernels: str) -> None:
@@ -404,11 +469,12 @@ def decline_unless_covered(x: jax.Array, gate_up: jax.Array, down: jax.Array, ke
             raise NotImplementedError(f"{name} is {size}, not a multiple of {DEPTH}")
 
 
-def _scratch(tile: Tile) -> dict[str, Any]:
-    stages = tile.stages
+def _scratch(tile: Tile, stages: int, least_tokens: int = 0) -> dict[str, Any]:
+    """Rings and barriers; `least_tokens` rows lie in the ring from each step's first one on."""
+    tokens = max(stages * tile.columns, (stages - 1) * tile.columns + least_tokens)
     return dict(
         weight_ring=_swizzled(stages, tile.block_rows, DEPTH),
-        token_ring=_swizzled(stages, tile.columns, DEPTH),
+        token_ring=_swizzled(tokens, DEPTH),
         here=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         free=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.consumers),
     )
@@ -433,25 +499,26 @@ def _fetch(
 
     @pl.loop(0, num_steps)
     def _(i: jax.Array) -> None:
-        slot = _slot(filled + i, tile)
+        slot = jax.lax.rem(filled + i, _stages(memory))
         free = memory.free.at[slot]
-        pl.when(filled + i >= tile.stages)(functools.partial(plgpu.barrier_wait, free))
+        pl.when(filled + i >= _stages(memory))(functools.partial(plgpu.barrier_wait, free))
         inputs = pl.ds(pl.multiple_of((source.first + i) * DEPTH, DEPTH), DEPTH)
         here = memory.here.at[slot]
         plgpu.copy_gmem_to_smem(
             weights.at[source.expert, rows, inputs], memory.weight_ring.at[slot], here
         )
-        plgpu.copy_gmem_to_smem(x.at[tokens, inputs], memory.token_ring.at[slot], here)
+        target = memory.token_ring.at[_tokens_at(slot, tile)]
+        plgpu.copy_gmem_to_smem(x.at[tokens, inputs], target, here)
 
     return filled + num_steps
 
 
-def _await_places(memory: _Memory, filled: jax.Array, tile: Tile) -> None:
+def _await_places(memory: _Memory, filled: jax.Array) -> None:
     """Waits until the last places are free, also when nothing takes them."""
 
-    @pl.loop(jnp.maximum(filled - tile.stages, 0), filled)
+    @pl.loop(jnp.maximum(filled - _stages(memory), 0), filled)
     def _(number: jax.Array) -> None:
-        plgpu.barrier_wait(memory.free.at[_slot(number, tile)])
+        plgpu.barrier_wait(memory.free.at[jax.lax.rem(number, _stages(memory))])
 
 
 def _multiplied(
@@ -465,15 +532,16 @@ def _multiplied(
     rows = pl.ds(warpgroup * tile.rows, tile.rows)
 
     def release(number: jax.Array) -> None:
-        plgpu.barrier_arrive(memory.free.at[_slot(number, tile)])
+        plgpu.barrier_arrive(memory.free.at[jax.lax.rem(number, _stages(memory))])
 
     def multiply(out: Ref) -> jax.Array:
         @pl.loop(0, num_steps)
         def _(i: jax.Array) -> None:
             number = filled + i
-            slot = _slot(number, tile)
+            slot = jax.lax.rem(number, _stages(memory))
             plgpu.barrier_wait(memory.here.at[slot])
-            plgpu.wgmma(out, memory.weight_ring.at[slot, rows], memory.token_ring.at[slot].T)
+            tokens = memory.token_ring.at[_tokens_at(slot, tile)]
+            plgpu.wgmma(out, memory.weight_ring.at[slot, rows], tokens.T)
             plgpu.wgmma_wait(int(tile.is_late))
             if tile.is_late:
                 pl.when(i > 0)(lambda: release(number - 1))
@@ -495,9 +563,14 @@ def _aligned(start: jax.Array | int, multiple: int) -> jax.Array | int:
     return start if isinstance(start, int) else pl.multiple_of(start, multiple)
 
 
+def _stages(memory: _Memory) -> jax.Array:
+    return jnp.int32(memory.weight_ring.shape[0])
+
+
 def _last(numbers: Ref) -> jax.Array:
     return numbers[numbers.shape[0] - 1]
 
 
-def _slot(number: jax.Array, tile: Tile) -> jax.Array:
-    return jax.lax.rem(number, jnp.int32(tile.stages))
+def _tokens_at(slot: jax.Array, tile: Tile, start: int = 0, size: int | None = None) -> Any:
+    """Where in the ring a step's tokens lie, or `size` rows from one of them on."""
+    return pl.ds(pl.multiple_of(slot * tile.columns + start, 8), size or tile.columns)

@@ -141,8 +141,9 @@ def experts(
       kernels: what the device can run; plain JAX runs everywhere.
 
     Returns:
-      [T, D] in x's dtype. Products are summed in float32, silu(gate) * up is rounded to x's dtype,
-      and the outputs are weighted and summed in float32, in the order of the choices.
+      Parts [S, T, D] that add up to it, first to last: float32, or one in x's dtype. Products are
+      summed in float32, silu(gate) * up is rounded to x's dtype, and the outputs are weighted and
+      summed in float32, in the order of the choices.
     """
     del kernels
     num_tokens, top_k = expert_ids.shape
@@ -168,7 +169,7 @@ def experts(
         # A choice that does not count has a row past the end, which reads as zeros.
         rows = out.at[tiles.rows[:, choice]].get(mode="fill", fill_value=0)
         total = total + rows * weights[:, choice, None]
-    return total.astype(x.dtype)
+    return total.astype(x.dtype)[None]
 
 
 class Tiles(NamedTuple):

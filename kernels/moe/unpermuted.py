@@ -6,13 +6,12 @@ products of a token's experts then add up where they are multiplied.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from kernels.moe import products, tables
 from kernels.moe.products import DEPTH, MULTIPROCESSORS, Tile
+from kernels.mosaic import round_up
 
 MAX_TOKENS = 128
 
@@ -29,8 +28,8 @@ def experts(
     """Every token's weighted sum over its experts' outputs; see `reference.experts`.
 
     Weights multiply silu(gate) * up in float32, before it is rounded, and a token's experts add up
-    in float32 in the order of their ids, for some inputs at a time. A choice whose weight is 0 adds
-    nothing, not even a NaN. The experts' own weights must be finite.
+    in float32 in the order of their ids, for some inputs at a time: a part each. A choice whose
+    weight is 0 adds nothing, not even a NaN. The experts' own weights must be finite.
 
     Raises:
       NotImplementedError: the call is outside what the kernels cover.
@@ -41,18 +40,16 @@ def experts(
         raise NotImplementedError(f"{num_tokens} tokens, at most {MAX_TOKENS} may be")
     columns = _columns(num_tokens)
     num_experts, hidden_size, width = down.shape
-    if num_tokens < columns:
-        x = jnp.pad(x, ((0, columns - num_tokens), (0, 0)))
+    whole = num_tokens if num_tokens < 8 else round_up(num_tokens, 8)
+    if num_tokens < whole:  # no copy's rows would be whole
+        x = jnp.pad(x, ((0, whole - num_tokens), (0, 0)))
     by_choice = tables.by_choice(expert_ids, weights, num_experts, columns)
     token_weights, chosen, count = tables.choose(*by_choice, num_experts)
     first = _gate_up_tile(columns, 2 * width)
     hidden = products.shared_gate_up(gate_up, x, chosen, count, token_weights, first)
     second, splits = _down_tile(columns, hidden_size, width)
-    parts = products.summed_down(down, hidden, chosen, count, splits, second)
-    # Unrolled, so that XLA makes one fusion of it and the order is fixed.
-    total = functools.reduce(jnp.add, [parts[i] for i in range(splits)])
-    # Else XLA would rather turn what the result is added to, and then the sum back.
-    return jax.lax.optimization_barrier(total[:, :num_tokens].T.astype(x.dtype))
+    parts = products.summed_down(down, hidden, chosen, count, whole, splits, second)
+    return parts if num_tokens == whole else parts[:, :num_tokens]
 
 
 def _columns(num_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Assembles an op's kernels for Hopper and prints what ptxas says of them, as JSON.
 
-    python -m tests.kernels.assembled decode|prefill|qkv|mla_decode|moe PLUGIN.so FOLDER
+    python -m tests.kernels.assembled decode|prefill|qkv|mla_decode|moe|norm|linear PLUGIN.so FOLDER
 
 Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
@@ -18,7 +18,14 @@ from typing import Any
 
 import jax
 
-from tests.kernels import mla_decode_cases, moe_cases, prefill_cases, qkv_cases
+from tests.kernels import (
+    linear_cases,
+    mla_decode_cases,
+    moe_cases,
+    norm_cases,
+    prefill_cases,
+    qkv_cases,
+)
 from tests.kernels.decode_cases import Case
 
 FEW, MANY = (512,) * 3, (512,) * 130
@@ -66,6 +73,8 @@ OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "qkv": (QKV, lambda case: case.prepare("mosaic")),
     "mla_decode": (MLA_DECODE, lambda case: case.decode("mosaic")),
     "moe": (moe_cases.KERNELS, lambda case: case.call()),
+    "norm": (norm_cases.ASSEMBLED, lambda case: case.call("mosaic")),
+    "linear": (linear_cases.ASSEMBLED, lambda case: case.call("mosaic")),
 }
 """Cases of each op, and the call that one stands for."""
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.moe import permuted, products, tables
 from kernels.mosaic import round_up
+from models import layers
 from tests.kernels import moe_cases
 from tests.kernels.moe_cases import Case
 
@@ -38,7 +39,7 @@ def run(case: Case, arrays: tuple[jax.Array, ...]) -> np.ndarray:
     params = plgpu.InterpretGPUParams(detect_races=True)
     with plgpu.force_gpu_interpret_mode(params):
         out = _program(case.form)(*arrays)
-    return np.asarray(out.astype(jnp.float32))
+    return np.asarray(layers.summed(out, jnp.dtype(jnp.bfloat16)).astype(jnp.float32))
 
 
 def choose_experts(num_tokens: int, padding: int) -> dict[str, np.ndarray]:

@@ -16,6 +16,9 @@ BLOCK_BYTES = 1024
 THREADS = 128
 POOL_BYTES = math.prod((compiled.PAGES, 8, 2, compiled.PAGE_SIZE, 128)) * 2
 
+CALLS = {256: 4, 64: 8, 8: 8, 1: 8}
+"""Kernels of our own in a decode layer by rows: of few tokens the four products are too."""
+
 
 def blocks_at_once(case) -> int:
     by_memory = SHARED_BYTES // (case["shared"] + BLOCK_BYTES)
@@ -61,7 +64,7 @@ def test_served_qkv_shares_a_multiprocessor_between_enough_blocks(reports):
     assert blocks_at_once(reports["qkv"][str(assembled.QKV[0])]) >= 4
 
 
-@pytest.fixture(scope="module", params=[256, 8, 1])
+@pytest.fixture(scope="module", params=[256, 64, 8, 1])
 def layer(request, gpu_compilers):
     """Rows of a decode step, and what is compiled for it."""
     return request.param, gpu_compilers.run("compiled", str(request.param), "mosaic")
@@ -70,14 +73,14 @@ def layer(request, gpu_compilers):
 def test_decode_layer_is_so_few_kernels(layer):
     rows, found = layer
     print(found)
-    assert found["layer"]["mosaic_gpu_v2"] == 2
-    assert sum(found["layer"].values()) <= {256: 11, 8: 13, 1: 15}[rows]
+    assert found["layer"]["mosaic_gpu_v2"] == CALLS[rows]
+    assert sum(found["layer"].values()) <= {256: 12, 64: 8, 8: 9, 1: 9}[rows]
 
 
 def test_kernel_is_given_arrays_of_its_own(layer):
     """A slice would be handed over where it lies, and the kernel refuses what is not aligned."""
-    _, found = layer
-    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 6
+    rows, found = layer
+    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 3 * CALLS[rows]
 
 
 def test_pools_are_updated_in_place(layer):
@@ -99,8 +102,8 @@ def mixed_layer(gpu_compilers):
 def test_mixed_layer_is_so_few_kernels(mixed_layer):
     print(mixed_layer)
     # Decode attention reads a slice of the queries, and XLA calls that a fusion.
-    assert mixed_layer["layer"]["mosaic_gpu_v2"] == 2
-    assert mixed_layer["calls"] == 9
+    assert mixed_layer["layer"]["mosaic_gpu_v2"] == 4
+    assert mixed_layer["calls"] == 15
     assert "conditional" not in mixed_layer["layer"]
     assert sum(mixed_layer["layer"].values()) <= 11
 

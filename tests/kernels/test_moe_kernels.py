@@ -12,7 +12,17 @@ import pytest
 
 from kernels.moe import api, products, reference, unpermuted
 from tests.kernels import moe_cases
-from tests.kernels.moe_cases import CHOICES, GUARDED, KEPT, SERVED, TABLES, VALUES, Case, Choice
+from tests.kernels.moe_cases import (
+    CHOICES,
+    GUARDED,
+    KEPT,
+    ODD,
+    SERVED,
+    TABLES,
+    VALUES,
+    Case,
+    Choice,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED_BYTES = 232448  # of one block, barriers included. NVIDIA H200.
@@ -176,7 +186,9 @@ def test_kernels_take_and_lower_the_served_sizes(size, num_tokens):
     text = lowered(functools.partial(api.experts, kernels="mosaic"), case.structs)
     assert api.experts.counts[case.form] == before.get(case.form, 0) + 1
     assert api.experts.counts["reference"] == before.get("reference", 0)
-    assert text.count("mosaic_gpu_v2") == {"unpermuted": 3, "permuted": 5}[case.form]
+    # A warpgroup cannot share out a token of the odd size evenly: its outputs are left to XLA.
+    num_permuted = 5 if size is ODD else 6
+    assert text.count("mosaic_gpu_v2") == {"unpermuted": 3, "permuted": num_permuted}[case.form]
     assert not any(word in text for word in ("stablehlo.scatter", "stablehlo.sort"))
 
 
@@ -206,7 +218,7 @@ def test_declined_experts_give_their_reason_and_run_the_reference(case, kernels,
     assert reason in api.experts.declined["unpermuted"]
     assert reason in api.experts.declined["permuted"]
     assert api.experts.counts["reference"] == before + 1
-    assert out.astype(jnp.float32).tolist() == moe_cases.expected(arrays).tolist()
+    assert out[0].astype(jnp.float32).tolist() == moe_cases.expected(arrays).tolist()
 
 
 def test_other_dtypes_are_declined():

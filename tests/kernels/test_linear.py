@@ -1,0 +1,140 @@
+"""Products of few tokens: the kernel's values, interpreted, what it takes and declines."""
+
+import dataclasses
+import functools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.linear import api, few_tokens, reference
+from tests.kernels import linear_cases
+from tests.kernels.linear_cases import ASSEMBLED, GUARDED, VALUES, Case
+
+ROOT = pathlib.Path(__file__).parents[2]
+FORMS = ("product", "parts", "gated")
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """Outputs of every case by name."""
+    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
+    command = [sys.executable, "-m", "tests.kernels.interpreted_linear", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return np.load(path)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("case", VALUES, ids=str)
+def test_kernel_gives_the_values_of_a_float64_product(interpreted, case):
+    found = interpreted[str(case)]
+    if case.form == "parts":
+        assert found.dtype == np.float32 and found.ndim == 3
+        found = found.sum(0)
+    expected = linear_cases.exact(case, linear_cases.inputs(case))
+    assert found.shape == expected.shape
+    # Parts are rounded by nobody yet; a product once, a gated one four times.
+    tolerance = {"parts": 1e-5, "product": 2.0**-8, "gated": 2.0**-6}[case.form]
+    size = np.sqrt(np.mean(expected**2))
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * size)
+
+
+def test_narrow_products_are_split_so_that_the_device_is_busy(interpreted):
+    splits = {case.inputs: interpreted[str(case)].shape[0] for case in VALUES[4:6]}
+    assert splits == {1024: 2, 2048: 4}
+
+
+def test_every_call_ran_the_kernel(interpreted):
+    forms = [case.form for case in (*VALUES, *GUARDED, *GUARDED)]
+    expected = [forms.count(form) for form in FORMS]
+    assert interpreted["calls"].tolist() == interpreted["mosaic calls"].tolist() == expected
+
+
+@pytest.mark.parametrize("case", GUARDED, ids=str)
+def test_tokens_that_are_not_finite_change_no_bit_of_others(interpreted, case):
+    clean, poisoned = (interpreted[f"{case} {run}"] for run in ("clean", "poisoned"))
+    if case.form == "parts":
+        clean, poisoned = clean.sum(0), poisoned.sum(0)
+    kept = [0, 2, *range(4, 8)]
+    np.testing.assert_array_equal(poisoned[kept], clean[kept])
+    assert np.isfinite(clean).all()
+    assert not np.isfinite(poisoned[[1, 3]]).all(axis=1).any()
+
+
+def test_reference_of_several_outputs_is_the_product_of_each():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16)), jnp.float32)
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal((16, 2, 8)), jnp.float32)
+    found = reference.product(x, weight)
+    np.testing.assert_array_equal(found[:, 1], reference.product(x, weight[:, 1]))
+    gated = reference.gated(x, weight)
+    np.testing.assert_array_equal(gated, jax.nn.silu(found[:, 0]) * found[:, 1])
+    (only,) = reference.parts(x, weight[:, 0])
+    np.testing.assert_array_equal(only, found[:, 0])
+
+
+def test_one_row_is_multiplied_as_eight():
+    """XLA made two bad kernels of one row on an H200."""
+    struct = jax.ShapeDtypeStruct((1, 2048), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
+    text = str(jax.make_jaxpr(reference.product)(struct, weight))
+    assert "bf16[8,512]" in text
+
+
+# --- what it takes ---
+
+
+@pytest.mark.parametrize("case", ASSEMBLED, ids=str)
+def test_covered_sizes_lower_for_the_device(case):
+    call = functools.partial(getattr(few_tokens, case.form), kernels="mosaic")
+    lowered = jax.jit(call).trace(*case.structs).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu_v2" in lowered.as_text()
+
+
+BASE = Case("product", 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "reason"),
+    [
+        (BASE, "plain", "kernels are 'plain', not 'mosaic'"),
+        (dataclasses.replace(BASE, num_tokens=72), "mosaic", "72 tokens, at most 64 may be"),
+        (dataclasses.replace(BASE, num_tokens=12), "mosaic", "12 tokens are no whole rows of 8"),
+        (dataclasses.replace(BASE, inputs=192), "mosaic", "weight is 192 x 4096, not multiples"),
+        (dataclasses.replace(BASE, outputs=4128), "mosaic", "256 x 4128, not multiples of 128"),
+        (dataclasses.replace(BASE, outputs=2048), "mosaic", "2048 outputs are too few"),
+        (Case("gated", 8, outputs=96), "mosaic", "weight is 256 x 192, not multiples of 128 and"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_covered_is_declined_and_runs_the_reference(case, kernels, reason):
+    call = functools.partial(getattr(few_tokens, case.form), kernels=kernels)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(call, *case.structs)
+    op = getattr(api, case.form)
+    before = op.counts["reference"]
+    jax.eval_shape(case.call(kernels), *case.structs)
+    assert op.counts["reference"] == before + 1
+    assert op.declined["mosaic"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_other_dtypes_are_declined(place):
+    structs = list(BASE.structs)
+    structs[place] = jax.ShapeDtypeStruct(structs[place].shape, jnp.float32)
+    call = functools.partial(few_tokens.product, kernels="mosaic")
+    with pytest.raises(NotImplementedError, match=r"float32.*not bfloat16"):
+        jax.eval_shape(call, *structs)
+
+
+def test_parts_of_several_outputs_are_declined():
+    weight = jax.ShapeDtypeStruct((256, 2, 64), jnp.bfloat16)
+    call = functools.partial(few_tokens.parts, kernels="mosaic")
+    with pytest.raises(NotImplementedError, match="a weight of 3 dimensions, not 2"):
+        jax.eval_shape(call, BASE.structs[0], weight)

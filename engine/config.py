@@ -4,9 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Literal
 
 Lane = Literal["overlap", "sync", "eager"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting as an error names it."""
+
+    name: str
+    """The field."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class SettingError(ValueError):
+    """A ValueError whose words name settings, which a face may spell in its caller's way.
+
+        SettingError(Setting("max_rows"), " is 0, it must be at least 1")
+
+    Args:
+      *parts: text and settings, in order.
+    """
+
+    def __init__(self, *parts: str | Setting) -> None:
+        super().__init__("".join(map(str, parts)))
+        self.parts = parts
+
+    def spelt(self, spell: Callable[[str], str]) -> str:
+        """The words, each setting as `spell` of its field's name."""
+        return "".join(spell(one.name) if isinstance(one, Setting) else one for one in self.parts)
+
+    def behind(self, lead: str) -> SettingError:
+        """The same with words before it."""
+        return SettingError(lead, *self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +83,10 @@ class Limits:
     """Symbols and rule places of a compiled grammar."""
     grammar_compile_ms: int = 10_000
     """Milliseconds that a grammar may take to compile, the wait for a free worker included."""
+    grammar_mask_ms: int = 1000
+    """Milliseconds that one mask of a grammar may take. It is made beside the steps."""
+    grammar_accept_ms: int = 25
+    """Milliseconds of its thread that a grammar may take to go past one id: all others stand."""
 
 
 LIMITS = Limits()
@@ -122,21 +160,27 @@ class EngineConfig:
             raise ValueError("model is empty; give a directory, a .gguf file or a config.json")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}"
+                raise SettingError(
+                    Setting(name),
+                    f" is {getattr(self, name)!r}, it must be one of {', '.join(choices)}",
                 )
         for name, (low, high) in _COUNTS.items():
             _check_count(name, getattr(self, name), low, high)
         fraction = self.memory_fraction
         if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
-            raise ValueError(f"memory_fraction is {fraction!r}, it must lie in (0, 1]")
+            raise SettingError(
+                Setting("memory_fraction"), f" is {fraction!r}, it must lie in (0, 1]"
+            )
         for field in dataclasses.fields(Limits):
             bound, most = getattr(self.limits, field.name), getattr(LIMITS, field.name)
             if bound < 0:
-                raise ValueError(f"limits.{field.name} is {bound}, a limit cannot be negative")
+                raise SettingError(
+                    Setting(f"limits.{field.name}"), f" is {bound}, a limit cannot be negative"
+                )
             if bound > most:
-                raise ValueError(
-                    f"limits.{field.name} is {bound}; it can be lowered, not raised above {most}"
+                raise SettingError(
+                    Setting(f"limits.{field.name}"),
+                    f" is {bound}; it can be lowered, not raised above {most}",
                 )
         for name in ("row_rungs", "token_rungs", "page_table_rungs"):
             _check_rungs(name, getattr(self, name))
@@ -172,9 +216,9 @@ def _check_count(name: str, value: object, low: int, high: int | None) -> None:
         return
     span = f"at least {low}" if high is None else f"{low} to {high}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, it must be a whole number, {span}")
+        raise SettingError(Setting(name), f" is {value!r}, it must be a whole number, {span}")
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} is {value}, it must be {span}")
+        raise SettingError(Setting(name), f" is {value}, it must be {span}")
 
 
 def _check_rungs(name: str, rungs: tuple[int, ...] | None) -> None:
@@ -182,4 +226,6 @@ def _check_rungs(name: str, rungs: tuple[int, ...] | None) -> None:
         return
     is_whole = isinstance(rungs, tuple) and all(type(rung) is int for rung in rungs)
     if not is_whole or not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
-        raise ValueError(f"{name} is {rungs!r}, it must be a tuple of rising positive numbers")
+        raise SettingError(
+            Setting(name), f" is {rungs!r}, it must be a tuple of rising positive numbers"
+        )

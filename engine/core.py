@@ -17,6 +17,7 @@ from engine.execution.runner import Launch, Runner
 from engine.request import Delta, Request
 from engine.scheduling.cache_events import CacheContent, CacheWatch
 from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.masks import MaskMaker
 from engine.scheduling.schedule import Schedule
 from engine.scheduling.scheduler import Scheduler
 from models import checkpoint
@@ -24,6 +25,11 @@ from models.registry import Model
 
 _TIMED_STEPS = 512
 """Steps whose host times are kept for the medians."""
+OWN_STAGES = ("schedule", "pack", "hand_over", "settle")
+"""Stages of a step that take the step's thread."""
+_STAGES = ("schedule", "pack", "hand_over", "launch", "wait", "settle")
+_MASK_THREADS = 4
+"""Masks made at once: most of the work leaves the interpreter to the step's thread."""
 _FAILURES_IN_A_ROW = 6
 """Failed steps with nothing settled between, after which the device counts as lost.
 
@@ -92,7 +98,17 @@ class CoreStats:
     foreign_compiles: int
     """Compiles of other threads: legal."""
     host_ms: Mapping[str, float]
-    """Median milliseconds of schedule, pack, launch, wait (for the device) and settle."""
+    """Median milliseconds of each stage of a step.
+
+    The step's thread spends schedule, pack, hand_over and settle (`OWN_STAGES`). launch is the call
+    of the program: beside them in the launching thread, or, on a lane without one, what hand_over
+    consists of. wait is for that call and for the device.
+    """
+
+    @property
+    def host_ms_per_step(self) -> float:
+        """What a step takes of its thread, in milliseconds: the sum of the medians."""
+        return sum(self.host_ms[stage] for stage in OWN_STAGES)
 
 
 class Core:
@@ -107,8 +123,7 @@ class Core:
         self._num_failures = 0
         self._num_failures_in_a_row = 0
         self._times: dict[str, collections.deque[float]] = {
-            stage: collections.deque(maxlen=_TIMED_STEPS)
-            for stage in ("schedule", "pack", "launch", "wait", "settle")
+            stage: collections.deque(maxlen=_TIMED_STEPS) for stage in _STAGES
         }
 
     @classmethod
@@ -139,7 +154,7 @@ class Core:
         gc.collect()
         gc.freeze()
         info = _info(config, run, described, generation, stages.seconds)
-        return cls(Scheduler(_scheduler_config(run)), run, info)
+        return cls(_scheduler(run), run, info)
 
     def on_lane(self, lane: Lane, depth: int = 2) -> Core:
         """A core over the same programs and weights on another lane, from an empty state.
@@ -158,7 +173,7 @@ class Core:
         self.runner.enter_lane(lane, depth)
         settings = self.runner.settings
         info = dataclasses.replace(self.info, lane=settings.lane, depth=settings.depth)
-        return Core(Scheduler(_scheduler_config(self.runner)), self.runner, info)
+        return Core(_scheduler(self.runner), self.runner, info)
 
     @property
     def model(self) -> Model:
@@ -197,7 +212,7 @@ class Core:
         """Schedules and launches a step, then settles the oldest launch once `depth` are in flight.
 
         Returns:
-          False when nothing was launched or settled.
+          False when nothing was launched or settled, and no mask is waited for.
 
         Raises:
           RuntimeError: the engine's own thread compiled something after ready.
@@ -206,7 +221,7 @@ class Core:
             launch = self._launch()
             is_full = len(self._in_flight) >= self.runner.settings.depth
             if not self._in_flight or not (is_full or launch is None):
-                return launch is not None
+                return launch is not None or self.scheduler.wait_for_masks()
             self._settle_oldest()
         self._num_failures_in_a_row = 0
         return True
@@ -224,7 +239,7 @@ class Core:
         self._launching = None
         self._times["schedule"].append(scheduled - started)
         self._times["pack"].append(packed_at - scheduled)
-        self._times["launch"].append(time.perf_counter() - packed_at)
+        self._times["hand_over"].append(time.perf_counter() - packed_at)
         return launch
 
     def _settle_oldest(self) -> None:
@@ -233,6 +248,7 @@ class Core:
         launch = self._in_flight.popleft()
         waited = time.perf_counter()
         self.scheduler.settle(launch.schedule, result)
+        self._times["launch"].append(launch.seconds)
         self._times["wait"].append(waited - started)
         self._times["settle"].append(time.perf_counter() - waited)
 
@@ -312,10 +328,13 @@ class Core:
 
     def close(self) -> None:
         """Gives the device's memory back. Live requests are dropped."""
-        while self._in_flight:
-            self.runner.settle(self._in_flight.popleft())
-        self.runner.close()
-        gc.unfreeze()
+        try:
+            while self._in_flight:
+                self.runner.settle(self._in_flight.popleft())
+        finally:  # one that failed keeps neither memory nor thread
+            self.scheduler.close()
+            self.runner.close()
+            gc.unfreeze()
 
 
 class _StageClock:
@@ -335,6 +354,10 @@ class _StageClock:
         self._report(stage, fraction, detail)
 
 
+def _scheduler(run: Runner) -> Scheduler:
+    return Scheduler(_scheduler_config(run), mask_maker=MaskMaker(_MASK_THREADS))
+
+
 def _scheduler_config(run: Runner) -> SchedulerConfig:
     settings, config = run.settings, run.settings.config
     return SchedulerConfig(
@@ -343,6 +366,7 @@ def _scheduler_config(run: Runner) -> SchedulerConfig:
         max_model_len=settings.max_model_len,
         token_budget=settings.token_budget,
         max_chunk_rows=settings.max_chunk_rows,
+        token_rungs=() if config.deterministic else settings.ladder.tokens,
         max_chunk=config.max_chunk,
         groups=run.groups,
         policy=config.policy,
@@ -351,6 +375,7 @@ def _scheduler_config(run: Runner) -> SchedulerConfig:
         ids_from_host=settings.lane == "sync" or not run.model.registration.device_token_ids,
         queue_limit=config.limits.queued_requests,
         masked_rows=settings.ladder.masked_rows,
+        mask_ms=config.limits.grammar_mask_ms,
     )
 
 

@@ -83,7 +83,10 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar: a function of its ids so far."""
+    """Where one output stands in its grammar: a function of its ids so far.
+
+    Used on any thread, by one of them at a time.
+    """
 
     def accept(self, token_id: int) -> bool:
         """Goes past an id; False: the grammar does not allow it here."""
@@ -94,6 +97,11 @@ class Matcher(Protocol):
         ...
 
     @property
+    def fault(self) -> str:
+        """The limit it went over, after which nothing is allowed; empty while it has not."""
+        ...
+
+    @property
     def is_complete(self) -> bool:
         """The output is whole, and nothing but an end id could follow."""
         ...
@@ -101,6 +109,11 @@ class Matcher(Protocol):
 
 class Grammar(Protocol):
     """A compiled structure. Compiled on the caller's side, never on the engine's thread."""
+
+    @property
+    def first_mask(self) -> np.ndarray:
+        """i32[words]: what may come first, made with the grammar. Never written again."""
+        ...
 
     def matcher(self) -> Matcher:
         """One that has seen no id."""
@@ -504,3 +517,10 @@ class Delta(NamedTuple):
     num_cached_tokens: int = 0
     """Prompt tokens read from the prefix cache."""
     error: str | None = None
+    scheduled_at: float | None = None
+    """When the first step with a row of its request was scheduled; None before.
+
+    By `time.perf_counter()`, which is one clock for the processes of a host.
+    """
+    is_callers_fault: bool = False
+    """The error lies in what was asked for: the same request would end like this again."""

@@ -206,7 +206,7 @@ class CompileGuard:
 
     def __init__(self) -> None:
         self._is_armed = False
-        self._stepping_thread: int | None = None
+        self._stepping_threads: set[int] = set()
         self.num_own = 0
         self.num_others = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -217,16 +217,19 @@ class CompileGuard:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Stands around one step of the engine.
+        """Stands around one step of the engine, and around a launch in a thread of its own.
+
+        Not to be nested in one thread.
 
         Raises:
-          RuntimeError: the step compiled something.
+          RuntimeError: the step compiled something, in this thread or in the other.
         """
-        self._stepping_thread = threading.get_ident()
+        thread = threading.get_ident()
+        self._stepping_threads.add(thread)
         try:
             yield
         finally:
-            self._stepping_thread = None
+            self._stepping_threads.discard(thread)
         self.check()
 
     def check(self) -> None:
@@ -250,7 +253,7 @@ class CompileGuard:
         del duration_secs, kwargs
         if not self._is_armed or event != _COMPILE_EVENT:
             return
-        if threading.get_ident() == self._stepping_thread:
+        if threading.get_ident() in self._stepping_threads:
             self.num_own += 1
         else:
             self.num_others += 1

@@ -6,8 +6,11 @@ With `kernels/` the only place that names devices: what differs between them lea
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import functools
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 from engine.config import EngineConfig, Lane
 from engine.execution import plan as planning
 from engine.execution.buckets import ProgramKey, powers_of_two
+from engine.execution.launcher import Launcher
 from engine.execution.packing import (
     carried_pages,
     check,
@@ -117,12 +121,31 @@ class PackedSchedule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Started:
+    """What the call of a step's program gave."""
+
+    output: jax.Array
+    seconds: float
+    """The call itself, installs included; the device works on after it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
-    """One step under way."""
+    """One step under way, perhaps not begun."""
 
     schedule: Schedule
     key: ProgramKey
-    output: jax.Array
+    started: concurrent.futures.Future[Started]
+
+    @property
+    def output(self) -> jax.Array:
+        """The packed output. Waits for the call, not for the device; raises what the call did."""
+        return self.started.result().output
+
+    @property
+    def seconds(self) -> float:
+        """Of the call. Waits and raises alike."""
+        return self.started.result().seconds
 
 
 @dataclasses.dataclass
@@ -139,7 +162,11 @@ class RunnerCounters:
 
 
 class Runner:
-    """Owns the device side of one engine: parameters, state, programs."""
+    """Owns the device side of one engine: parameters, state, programs.
+
+    With launches in flight the programs are called by a launching thread, which owns the state as
+    long as a call is queued; everybody else waits for it. All methods belong to one other thread.
+    """
 
     def __init__(
         self,
@@ -170,9 +197,21 @@ class Runner:
         )
         self.counters = RunnerCounters()
         self.weights_version = 0
-        self.state: StepState = programs.fresh()
+        self._launcher = Launcher()
+        self._state: StepState = programs.fresh()
         self._eager_steps: dict[ProgramKey, Callable[..., Any]] = {}
         self._fences = _leave_holes(settings.profile.small_blocks, shapes.replicated)
+
+    @property
+    def state(self) -> StepState:
+        """The state after everything that was launched. Waits for the calls, not for the device."""
+        self._launcher.drain()
+        return self._state
+
+    @state.setter
+    def state(self, state: StepState) -> None:
+        self._launcher.drain()
+        self._state = state
 
     def pack(self, schedule: Schedule, key: ProgramKey | None = None) -> PackedSchedule:
         """Checks a schedule and lays it out for a program, by default the smallest that holds it.
@@ -208,33 +247,65 @@ class Runner:
         return (self.model.host_embed(self.tables, token_ids, self.shapes.host_row.dtype),)
 
     def launch(self, packed: PackedSchedule) -> Launch:
-        """Starts one step. Its output is read later by `settle`."""
-        output = self.run(packed)
-        output.copy_to_host_async()
+        """Starts one step, or hands it to the launching thread. `settle` reads its output later.
+
+        With one launch in flight nothing could be done meanwhile: the call is made here.
+
+        Raises:
+          Exception: of a call made here; one made in the launching thread is raised by `settle`.
+        """
+        if self.settings.depth > 1:
+            started = self._launcher.submit(functools.partial(self._start_apart, packed))
+        else:
+            started = concurrent.futures.Future[Started]()
+            started.set_result(self._start(packed))
+        # At once, since the next step is packed against it. After a failure the state is made anew
+        # and the tables with it.
+        self._tables_held.note(packed.schedule, packed.changes)
         self._count(packed.schedule, packed.key)
-        return Launch(packed.schedule, packed.key, output)
+        return Launch(packed.schedule, packed.key, started)
 
     def run(self, packed: PackedSchedule) -> jax.Array:
-        """The step itself, installs first: the state moves on, the packed output comes back."""
-        for flat in packed.installs:
-            self.install(flat)
-        # The array goes in as it is: device_put with a sharding costs 0.4 ms more of Python (H200
-        # host, 2026-11-29), and an array changed after the call was never seen (benchmarks/poison).
-        self.state, output = self._step(packed.key)(
-            self.params, self.state, packed.flat, *packed.host_rows
-        )
+        """The step itself, not counted: the state moves on, the packed output comes back."""
+        self._launcher.drain()
+        output = self._run(packed)
         self._tables_held.note(packed.schedule, packed.changes)
         return output
 
+    def _start_apart(self, packed: PackedSchedule) -> Started:
+        with self.guard.step():
+            return self._start(packed)
+
+    def _start(self, packed: PackedSchedule) -> Started:
+        began = time.perf_counter()
+        output = self._run(packed)
+        output.copy_to_host_async()
+        return Started(output, time.perf_counter() - began)
+
+    def _run(self, packed: PackedSchedule) -> jax.Array:
+        for flat in packed.installs:
+            self._install(flat)
+        # The array goes in as it is: device_put with a sharding costs 0.4 ms more of Python (H200
+        # host, 2026-11-29), and an array changed after the call was never seen (benchmarks/poison).
+        self._state, output = self._step(packed.key)(
+            self.params, self._state, packed.flat, *packed.host_rows
+        )
+        return output
+
     def settle(self, launch: Launch) -> StepResult:
-        """Waits for a launch and reads its output, the only thing the host reads of a step."""
+        """Waits for a launch and reads its output, the only thing the host reads of a step.
+
+        Raises:
+          Exception: what the launch failed with; one that was behind a failed one fails alike.
+        """
         flat = np.asarray(launch.output)
         return unpack_output(launch.key, flat, launch.schedule.num_rows, launch.schedule.num_tokens)
 
     def reset_state(self) -> None:
         """An empty state, waited for: a broken device says so here. What was in flight is void."""
-        _delete(self.state)
-        self.state = jax.block_until_ready(self.programs.fresh())
+        self._launcher.reset()
+        _delete(self._state)
+        self._state = jax.block_until_ready(self.programs.fresh())
         self._tables_held.reset()
 
     def enter_lane(self, lane: Lane, depth: int) -> None:
@@ -255,6 +326,7 @@ class Runner:
                 f"the lane is {self.settings.lane} and cannot become {lane}: eager has no "
                 "programs; start another engine"
             )
+        self._launcher.close()
         depth = depth if lane == "overlap" else 1
         self.settings = dataclasses.replace(self.settings, lane=lane, depth=depth)
         self.reset_state()
@@ -284,6 +356,7 @@ class Runner:
                     f"a new parameter is {new.dtype}{list(new.shape)} on {new.sharding}, the "
                     f"compiled one {old.dtype}{list(old.shape)} on {old.sharding}"
                 )
+        self._launcher.drain()  # what was launched runs on the old ones
         self.params, self.tables = params, tables
         self.weights_version += 1
 
@@ -311,8 +384,9 @@ class Runner:
 
     def close(self) -> None:
         """Gives the device's memory back: the last call on a runner."""
+        self._launcher.close()
         self.guard.close()
-        _delete(self.state)
+        _delete(self._state)
         _delete(self.params)
         _delete(self._fences)
         self.params, self.tables = None, {}
@@ -321,11 +395,15 @@ class Runner:
 
     def install(self, packed: np.ndarray) -> None:
         """Tells the device about newly admitted slots: one run of the install program."""
+        self._launcher.drain()
+        self._install(packed)
+
+    def _install(self, packed: np.ndarray) -> None:
         if self.settings.lane == "eager":
             with jax.disable_jit():
-                self.state = make_install(self.programs.install_shape)(self.state, packed)
+                self._state = make_install(self.programs.install_shape)(self._state, packed)
         else:
-            self.state = self.programs.install(self.state, packed)
+            self._state = self.programs.install(self._state, packed)
 
     def _step(self, key: ProgramKey) -> Callable[..., Any]:
         if self.settings.lane != "eager":

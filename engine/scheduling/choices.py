@@ -37,13 +37,15 @@ class Choice:
     matcher: Matcher | None = None
     """Stands behind the settled outputs, in any slot; None without a grammar or an admission."""
     mask: np.ndarray | None = None
-    """i32[words]: what the matcher allows next."""
+    """i32[words]: what the newest id was or will be chosen from."""
+    is_quick: bool = True
+    """Its grammar went past the last id in a moment, so a step waits that long for the next."""
 
     def begin_grammar(self) -> None:
         """Before the first output of a choice whose request has a grammar."""
         if self.request.grammar is not None and self.matcher is None:
             self.matcher = self.request.grammar.matcher()
-            self.mask = self.matcher.mask()
+            self.mask = self.request.grammar.first_mask
 
     @property
     def is_scored(self) -> bool:
@@ -62,6 +64,8 @@ class LiveRequest:
     num_unfinished: int = 0
     is_started: bool = False
     """True from the first admission of any choice on."""
+    scheduled_at: float | None = None
+    """When the first step with a row of it was scheduled, whatever was preempted since."""
     num_failed_launches: int = 0
     """Failures of the device that it was in the middle of; launches lost together count as one."""
 

@@ -72,6 +72,8 @@ class SchedulerConfig:
     """Chunks of one step."""
     groups: tuple[GroupConfig, ...]
     """One pool per cache group."""
+    token_rungs: tuple[int, ...] = ()
+    """Tokens that steps with chunks are padded to, rising; () where it does not matter."""
     max_chunk: int | None = None
     """Tokens of one chunk. None: `token_budget` alone bounds it."""
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -86,6 +88,8 @@ class SchedulerConfig:
     """Requests that wait for their first admission."""
     masked_rows: int = 0
     """Rows of one step that a grammar may bound. 0: such requests are refused."""
+    mask_ms: int = LIMITS.grammar_mask_ms
+    """Milliseconds that one mask may take; its request ends with an error when they are over."""
     weights_version: int = 0
     """Part of every page key."""
 

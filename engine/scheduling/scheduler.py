@@ -6,22 +6,25 @@ launch names (slot, pages, states) is given away only after that launch is settl
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from engine.config import LIMITS
-from engine.request import Delta, FinishReason, Matcher, Request, TokenLogprobs
-from engine.scheduling import policy
+from engine.request import Delta, FinishReason, Request, TokenLogprobs
+from engine.scheduling import masks, policy
 from engine.scheduling.cache_events import CacheContent, CacheWatch
 from engine.scheduling.choices import Choice, LiveRequest, PromptScores
 from engine.scheduling.config import GroupConfig, SchedulerConfig
 from engine.scheduling.ledger import Ledger, Phase
+from engine.scheduling.masks import Following, MaskMaker
 from engine.scheduling.pages import PageGroup
 from engine.scheduling.prefix_cache import PageKeys, PrefixCache
 from engine.scheduling.schedule import (
@@ -37,7 +40,16 @@ from engine.scheduling.states import StateGroup
 
 __all__ = ["GroupConfig", "QueueFull", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
+_WELL_FILLED = 5 / 8
+"""Of a step's padded tokens: from here on one large step beats small ones (a mixture of experts
+reads most of its weights for either; H200, 2026-11-30)."""
 _NO_SLOTS = np.zeros(0, np.int64)
+
+_QUICK_SECONDS = 2e-3
+"""What a step waits for grammars that are quick as a rule, all together; the device is busy with
+the next launch meanwhile. A row whose grammar took longer the last time is not waited for."""
+_POLL_SECONDS = 0.01
+"""What a loop with nothing but grammars to wait for waits before it looks for commands."""
 
 _FAULTS = {
     RowFault.BAD_ID: "its slot's id lay outside the vocabulary, never written or corrupted",
@@ -76,10 +88,25 @@ class Scheduler:
     """Owner of slots, pages, states and counts.
 
     One thread drives it: schedule, launch, settle in order.
+
+    Args:
+      config: sizes and rules.
+      clock: seconds, for the time a request was first scheduled at; decides nothing.
+      mask_maker: makes the masks of grammars; None makes each where its id is settled.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        mask_maker: MaskMaker | None = None,
+    ) -> None:
         self._config = config
+        self._clock = clock
+        self._mask_maker = mask_maker or MaskMaker()
+        self._following: dict[Choice, tuple[Following, Delta]] = {}
+        """Grammars on their way past the newest settled id, whose delta comes behind it. A choice
+        gets no row and no slot meanwhile; it may lose its slot."""
         self._ledger = Ledger(config)
         self._cache = PrefixCache(config.groups)
         self._groups = tuple(self._make_group(index) for index in range(len(config.groups)))
@@ -171,6 +198,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """The next step, booked as launched; None when nothing can run now."""
+        self._take_followed(0.0)
         decodes = self._secure_pages(self._decode_candidates())
         installs = self._admit()
         decodes, chunks = self._select(decodes, self._chunk_candidates())
@@ -180,6 +208,17 @@ class Scheduler:
         schedule = self._build(decodes, chunks, installs)
         self._in_flight.append(schedule)
         return schedule
+
+    def wait_for_masks(self) -> bool:
+        """Waits a moment for one that is under way; False: there is none."""
+        if not self._following:
+            return False
+        masks.wait([one for one, _ in self._following.values()], _POLL_SECONDS, for_all=False)
+        return True
+
+    def close(self) -> None:
+        """Ends the threads that make masks."""
+        self._mask_maker.close()
 
     def settle(self, schedule: Schedule, result: StepResult) -> None:
         """Accepts the result of the oldest launch in flight.
@@ -203,6 +242,7 @@ class Scheduler:
         is_drained = (ledger.num_in_flight[slots] == 0) & (ledger.phase[slots] != Phase.RUNNING)
         for slot in slots[is_drained].tolist():
             self._release(slot)
+        self._take_followed(_QUICK_SECONDS)
 
     def take_deltas(self) -> list[Delta]:
         """Everything new since the last call, in order."""
@@ -362,6 +402,8 @@ class Scheduler:
             choice = self._queue.peek()
             if any(other.order < choice.order for other in self._draining):
                 break  # who was preempted goes first, as soon as its last launch is settled
+            if choice in self._following:
+                break  # its chunk could not be run to the end
             install = self._place(choice, num_active)
             if install is None:
                 break
@@ -419,6 +461,76 @@ class Scheduler:
         # Only what one program made may be shared: chunks without scores.
         return 0 if choice.is_scored else len(choice.request.prompt_ids)
 
+    # Grammars.
+
+    def _take_followed(self, seconds: float) -> None:
+        """Delivers ids that grammars have gone past, with the masks behind them.
+
+        Args:
+          seconds: how long to wait for grammars that are quick as a rule, all together.
+        """
+        if not self._following:
+            return
+        if seconds:
+            quick = [one for choice, (one, _) in self._following.items() if choice.is_quick]
+            masks.wait(quick, seconds, for_all=True)
+        for choice, (following, delta) in list(self._following.items()):
+            if following.result.done() or following.seconds > self._config.mask_ms / 1e3:
+                del self._following[choice]
+                choice.is_quick = following.seconds <= _QUICK_SECONDS
+                self._take_one(choice, following, delta)
+                if choice.is_finished:
+                    self._release_settled(choice)
+            elif seconds:
+                choice.is_quick = False  # waited for once
+
+    def _take_one(self, choice: Choice, following: Following, delta: Delta) -> None:
+        name, limit = choice.request.request_id, self._config.mask_ms
+        if following.seconds > limit / 1e3:
+            self._fail(
+                choice,
+                f"request {name!r}: the mask of its next id takes longer than {limit} ms, the "
+                "limit; write a simpler structure",
+                is_callers_fault=True,
+            )
+            return
+        if (error := following.result.exception()) is not None:
+            self._fail(choice, f"request {name!r}: making its mask failed: {type(error).__name__}")
+            return
+        followed = following.result.result()
+        if not followed.is_accepted:
+            self._fail_refused(choice, delta.token_ids[0], followed.fault)
+            return
+        if followed.mask is not None and not followed.mask.any():
+            self._fail(
+                choice,
+                f"request {name!r}: its grammar allows no id of the vocabulary here"
+                + (f" ({followed.fault}); write a simpler structure" if followed.fault else ""),
+                is_callers_fault=True,
+            )
+            return
+        choice.mask = followed.mask
+        reason = "stop" if followed.is_complete else delta.finish_reason
+        self._deltas.append(delta._replace(finish_reason=reason))
+        if reason is not None:
+            self._finish(choice)
+
+    def _fail_refused(self, choice: Choice, token_id: int, fault: str) -> None:
+        """Ends a choice whose grammar does not go past the id that was sampled."""
+        name = choice.request.request_id
+        assert choice.mask is not None, "a masked row brought its mask"
+        word = int(choice.mask[token_id // 32]) if token_id < 32 * len(choice.mask) else 0
+        if not word >> token_id % 32 & 1:
+            self._fail(choice, f"request {name!r}: its grammar refused the sampled id {token_id}")
+            return
+        self._fail(
+            choice,
+            f"request {name!r}: its grammar allowed the id {token_id} and cannot go past it"
+            + (f" ({fault})" if fault else "")
+            + "; write a simpler structure",
+            is_callers_fault=True,
+        )
+
     # Selection of rows.
 
     def _decode_candidates(self) -> np.ndarray:
@@ -427,6 +539,7 @@ class Scheduler:
         # A mask is a function of the newest id, so such a row waits until the host knows it.
         waits = ledger.is_masked | self._config.ids_from_host
         ready &= ~waits | (ledger.num_in_flight == 0)
+        ready[[choice.slot for choice in self._following if choice.slot >= 0]] = False
         return np.flatnonzero(ready)
 
     def _chunk_candidates(self) -> list[int]:
@@ -528,8 +641,11 @@ class Scheduler:
             # Scored prompts run by another program, so they share no step with others.
             is_scored = self._is_scored(slots[0])
             slots = [slot for slot in slots if self._is_scored(slot) == is_scored]
+        slots = slots[: min(config.max_chunk_rows, config.max_rows - num_decode)]
+        wanted = int((ledger.num_prefill[slots] - ledger.num_scheduled[slots]).sum())
+        budget = min(budget, self._filled_rung(num_decode + wanted, num_decode) - num_decode)
         chunks: dict[int, int] = {}
-        for slot in slots[: min(config.max_chunk_rows, config.max_rows - num_decode)]:
+        for slot in slots:
             if not budget:
                 break
             length = min(int(ledger.num_prefill[slot] - ledger.num_scheduled[slot]), budget)
@@ -540,6 +656,18 @@ class Scheduler:
             chunks[slot] = length
             budget -= length
         return chunks
+
+    def _filled_rung(self, num_tokens: int, num_decode: int) -> int:
+        """Tokens of the next step: the rung below, where the one above would be mostly padding.
+
+        The rest goes into further steps, which cost less together than one of padding.
+        """
+        rungs = self._config.token_rungs
+        i = bisect.bisect_left(rungs, num_tokens)
+        if not 0 < i < len(rungs) or num_tokens >= _WELL_FILLED * rungs[i]:
+            return num_tokens
+        below = rungs[i - 1]
+        return below if num_decode <= below // 2 else num_tokens
 
     def _cut_at_border(self, slot: int, length: int, border: int) -> int:
         """Ends a chunk at the last multiple of `border` it reaches: its states are kept there.
@@ -603,7 +731,16 @@ class Scheduler:
         )
         ledger.launch(self._next_step, slots, q_lens, samples)
         self._next_step += 1
+        self._mark_scheduled(chunks)
         return schedule
+
+    def _mark_scheduled(self, slots: Iterable[int]) -> None:
+        """Notes the time for requests whose first row is in the step; that row is a chunk."""
+        for slot in slots:
+            choice = self._owners[slot]
+            assert choice is not None, "a running slot has an owner"
+            if choice.live.scheduled_at is None:
+                choice.live.scheduled_at = self._clock()
 
     def _masks(self, slots: np.ndarray) -> Masks | None:
         """What the masked rows of a step may sample, from their choices' settled outputs."""
@@ -676,6 +813,7 @@ class Scheduler:
                 choice,
                 f"request {choice.request.request_id!r} failed in step {schedule.step}, slot "
                 f"{schedule.slots[row]}: {what}",
+                is_callers_fault=bool(result.faults[row] == RowFault.NOTHING_ALLOWED),
             )
         return is_faulty
 
@@ -720,40 +858,26 @@ class Scheduler:
             choice = self._owners[slot]
             assert choice is not None, "a launch in flight keeps its slots"
             request = choice.request
-            is_whole = False
-            if choice.matcher is not None and not stops:
-                if not self._follow(choice, choice.matcher, token_id, is_last=ends):
-                    continue
-                is_whole = choice.matcher.is_complete
             wanted = request.params.logprobs
-            self._deltas.append(
-                Delta(
-                    request.request_id,
-                    choice.index,
-                    (token_id,),
-                    () if wanted is None else (_logprobs(result, row, wanted),),
-                    None,
-                    "stop" if stops or is_whole else "length" if ends else None,
-                    token_id if stops else None,
-                    choice.num_cached_tokens or 0,
-                )
+            delta = Delta(
+                request.request_id,
+                choice.index,
+                (token_id,),
+                () if wanted is None else (_logprobs(result, row, wanted),),
+                None,
+                "stop" if stops else "length" if ends else None,
+                token_id if stops else None,
+                choice.num_cached_tokens or 0,
+                None,
+                choice.live.scheduled_at,
             )
-            if stops or ends or is_whole:
+            if choice.matcher is not None and not stops:
+                following = self._mask_maker.begin(choice.matcher, token_id, is_last=ends)
+                self._following[choice] = following, delta
+                continue
+            self._deltas.append(delta)
+            if stops or ends:
                 self._finish(choice)
-
-    def _follow(self, choice: Choice, matcher: Matcher, token_id: int, *, is_last: bool) -> bool:
-        """Moves a choice's grammar past its newest id; False: the choice is failed."""
-        name = choice.request.request_id
-        if not matcher.accept(token_id):
-            self._fail(choice, f"request {name!r}: its grammar refused the sampled id {token_id}")
-            return False
-        if matcher.is_complete or is_last:
-            return True
-        choice.mask = matcher.mask()
-        if not choice.mask.any():
-            self._fail(choice, f"request {name!r}: its grammar allows no id of the vocabulary here")
-            return False
-        return True
 
     def _publish(self, slots: np.ndarray) -> None:
         """Offers pages that are full and settled, and settled snapshots, to the prefix cache."""
@@ -794,6 +918,7 @@ class Scheduler:
         finish_reason: FinishReason | None = None,
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
         error: str | None = None,
+        is_callers_fault: bool = False,
     ) -> Delta:
         return Delta(
             choice.request.request_id,
@@ -802,16 +927,27 @@ class Scheduler:
             finish_reason=finish_reason,
             num_cached_tokens=choice.num_cached_tokens or 0,
             error=error,
+            scheduled_at=choice.live.scheduled_at,
+            is_callers_fault=is_callers_fault,
         )
 
-    def _fail(self, choice: Choice, message: str) -> None:
-        self._deltas.append(self._delta(choice, finish_reason="error", error=message))
+    def _fail(self, choice: Choice, message: str, *, is_callers_fault: bool = False) -> None:
+        self._deltas.append(
+            self._delta(
+                choice,
+                finish_reason="error",
+                error=message,
+                is_callers_fault=is_callers_fault,
+            )
+        )
         self._finish(choice)
 
     def _finish(self, choice: Choice) -> None:
         """Takes a choice out of service; what it owns follows when nothing is in flight."""
         live = choice.live
         choice.is_finished = True
+        if choice in self._following:
+            self._following.pop(choice)[0].drop()
         if choice.slot >= 0:
             self._ledger.phase[choice.slot] = Phase.FINISHED
             self._draining.discard(choice)
@@ -882,6 +1018,10 @@ class Scheduler:
             assert choice.is_finished == (phase == Phase.FINISHED), f"slot {slot}: wrong phase"
             assert (choice in self._draining) == (phase == Phase.PREEMPTED), f"slot {slot}: drain"
         assert np.array_equal(np.flatnonzero(self._ledger.phase), sorted(owned)), "a phase is wrong"
+        for choice in self._following:
+            assert not choice.is_finished, f"choice {choice.order} is over and its mask is made"
+            if choice.slot >= 0:
+                assert not self._ledger.num_in_flight[choice.slot], "launched without its mask"
         for live in self._requests.values():
             unfinished = [one for one in live.choices if not one.is_finished]
             assert len(unfinished) == live.num_unfinished > 0, "a count of choices is wrong"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from engine.core import Core
 
-STAGES = {"schedule", "pack", "launch", "wait", "settle"}
+STAGES = {"schedule", "pack", "hand_over", "launch", "wait", "settle"}
 
 
 def fake_core(seconds: list[float]) -> Core:
@@ -34,7 +34,7 @@ def fake_core(seconds: list[float]) -> Core:
         guard=SimpleNamespace(step=contextlib.nullcontext, num_own=0, num_others=0),
         counters=SimpleNamespace(steps={}, device_rows=0, host_rows=0),
         pack=lambda schedule: time.sleep(next(steps)),
-        launch=lambda packed: SimpleNamespace(schedule=None),
+        launch=lambda packed: SimpleNamespace(schedule=None, seconds=0.001),
         settle=lambda launch: None,
     )
     return Core(scheduler, runner, info=None)  # pyright: ignore[reportArgumentType]

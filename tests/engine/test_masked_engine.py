@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,9 @@ from engine.core import Core
 from engine.execution import contract
 from engine.execution import step as steps
 from engine.request import Request, StructuredOutput
+from engine.scheduling.masks import MaskMaker
 from engine.scheduling.schedule import RowKind, Schedule
+from engine.scheduling.scheduler import Scheduler
 from tests.engine import loop
 
 VOCAB = 131
@@ -31,11 +34,16 @@ class Stairs:
     def matcher(self) -> Climber:
         return Climber(self)
 
+    @property
+    def first_mask(self) -> np.ndarray:
+        return self.matcher().mask()
+
 
 class Climber:
     def __init__(self, stairs: Stairs) -> None:
         self.stairs = stairs
         self.place = 0
+        self.fault = ""
 
     def accept(self, token_id: int) -> bool:
         self.place += 1
@@ -258,3 +266,77 @@ def test_structural_proof_refuses_masks_read_by_another_part_than_the_sampler(co
     (finding,) = contract.check_structure(key, jaxpr, runner.shapes.num_groups)
     assert finding.reason.startswith("masks are read by ['")
     assert finding.reason.endswith("'], only sample may read them")
+
+
+def beside(core: Core, maker: MaskMaker) -> Core:
+    """A Core whose masks are made on threads, as those of a served engine are."""
+    core = loop.rescheduled(core)
+    return Core(Scheduler(core.scheduler._config, mask_maker=maker), core.runner, core.info)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated(Stairs):
+    """Masks behind the second output wait for an event."""
+
+    gate: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def matcher(self) -> Climber:
+        return GatedClimber(self)
+
+
+class GatedClimber(Climber):
+    def mask(self) -> np.ndarray:
+        if self.place > 1:
+            assert isinstance(self.stairs, Gated) and self.stairs.gate.wait(60.0)
+        return super().mask()
+
+
+def test_masks_made_beside_the_loop_give_the_outputs_of_masks_made_in_it(core):
+    requests = [
+        masked("several", n=3, temperature=1.0),
+        masked("greedy", Stairs(12)),
+        masked("stop", stop_ids=tuple(Stairs().allowed(2))),
+        masked("cut", max_tokens=2, logprobs=2),
+        loop.request("free", [1, 2, 3], 20),
+    ]
+    inline = loop.run(loop.rescheduled(core), requests)
+    maker = MaskMaker(2)
+    threaded = loop.run(beside(core, maker), requests)
+    maker.close()
+    assert {key: one.said for key, one in threaded.items()} == {
+        key: one.said for key, one in inline.items()
+    }
+
+
+def test_free_rows_keep_depth_two_while_a_mask_is_under_way(core, monkeypatch):
+    stairs, maker = Gated(length=8), MaskMaker(1)
+    core = beside(core, maker)
+    watched = Watched(core, monkeypatch)
+    outputs: loop.Outputs = {}
+    core.submit(masked("m", stairs))
+    core.submit(loop.request("f", [1, 2, 3], 40))
+    while len(outputs.get(("f", 0), loop.Output()).token_ids) < 30:
+        core.step()
+        loop.take(core, outputs)
+    assert len(outputs["m", 0].token_ids) == 1
+    assert watched.in_flight[1:] == [1] * (len(watched.in_flight) - 1)
+    stairs.gate.set()
+    loop.run(core, [], outputs)
+    maker.close()
+    assert_climbed(outputs["m", 0], stairs)
+
+
+def test_engine_with_nothing_but_masks_to_wait_for_stays_open_for_commands(core):
+    stairs, maker = Gated(), MaskMaker(1)
+    core = beside(core, maker)
+    core.submit(masked("m", stairs))
+    outputs: loop.Outputs = {}
+    for _ in range(20):
+        assert core.step(), "a loop that sleeps here would look for no command"
+        loop.take(core, outputs)
+    core.abort("m")
+    stairs.gate.set()
+    loop.run(core, [masked("next")], outputs)
+    maker.close()
+    assert outputs["m", 0].finish_reason == "abort" and len(outputs["m", 0].token_ids) == 1
+    assert_climbed(outputs["next", 0], Stairs())

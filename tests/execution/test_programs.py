@@ -156,6 +156,26 @@ def test_compile_of_another_thread_or_between_steps_is_counted_and_legal(guard):
     guard.check()
 
 
+def test_compile_of_a_launch_in_a_thread_of_its_own_is_a_fault_in_both(guard):
+    guard.arm()
+    errors = []
+
+    def launch():
+        try:
+            with guard.step():
+                compile_something(106)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=launch)
+    with pytest.raises(RuntimeError, match="1 compiles after ready"), guard.step():
+        thread.start()
+        thread.join()
+    assert (guard.num_own, guard.num_others) == (1, 0) and "1 compiles after ready" in errors[0]
+    compile_something(107)
+    assert (guard.num_own, guard.num_others) == (1, 1), "the thread's step is over"
+
+
 def test_closed_guard_hears_nothing(guard):
     guard.arm()
     guard.close()

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from engine.request import Delta, Request, SamplingParams, StructuredOutput
+from engine.scheduling.masks import MaskMaker
 from engine.scheduling.scheduler import GroupConfig, Scheduler, SchedulerConfig
 from tests.scheduling import fake_device
 from tests.scheduling.toy_grammar import ToyGrammar
@@ -56,9 +57,9 @@ def request(
 class Driver:
     """One engine loop in slow motion."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, mask_maker: MaskMaker | None = None) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, mask_maker=mask_maker)
         self.device = fake_device.FakeDevice(config)
         self.requests: dict[str, Request] = {}
         self.ids: dict[tuple[str, int], list[int]] = {}
@@ -112,7 +113,8 @@ class Driver:
         for _ in range(10_000):
             if self.scheduler.is_idle:
                 break
-            assert self.step(depth), "stuck: nothing to launch and nothing to settle"
+            is_waiting = not self.device.pending and self.scheduler.wait_for_masks()
+            assert self.step(depth) or is_waiting, "stuck: nothing to launch or settle"
         assert self.scheduler.is_idle
         stats = self.scheduler.stats
         for total, free, idle in zip(

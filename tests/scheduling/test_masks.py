@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from engine.request import StructuredOutput
+from engine.scheduling.masks import MaskMaker
 from engine.scheduling.schedule import RowFault, RowKind, Schedule
 from engine.scheduling.scheduler import GroupConfig
 from tests.scheduling.driver import Driver, config, request
 from tests.scheduling.test_scheduler_model import state_of
-from tests.scheduling.toy_grammar import ToyGrammar
+from tests.scheduling.toy_grammar import ToyGrammar, ToyMatcher
 
 
 class Endless(ToyGrammar):
@@ -114,7 +116,8 @@ def test_grammar_that_allows_nothing_fails_its_request_by_name_and_no_other():
     driver.scheduler.submit(masked("m", grammar=Endless(1, stuck_after=2)))
     deltas = []
     while not driver.scheduler.is_idle:
-        driver.launch() if len(driver.device.pending) < 2 else None
+        if (schedule := driver.scheduler.schedule()) is not None:
+            driver.device.launch(schedule)
         if driver.device.pending:
             driver.scheduler.settle(*driver.device.settle())
         deltas += driver.scheduler.take_deltas()
@@ -122,6 +125,7 @@ def test_grammar_that_allows_nothing_fails_its_request_by_name_and_no_other():
     (end,) = [d for d in deltas if d.request_id == "m" and d.finish_reason]
     assert end.finish_reason == "error"
     assert end.error == "request 'm': its grammar allows no id of the vocabulary here"
+    assert end.is_callers_fault
     assert [d.finish_reason for d in deltas if d.request_id == "f"][-1] == "length"
 
 
@@ -136,6 +140,7 @@ def test_id_the_grammar_refuses_fails_the_request_and_is_not_delivered():
     (delta,) = driver.scheduler.take_deltas()
     assert delta.finish_reason == "error" and not delta.token_ids
     assert delta.error == f"request 'm': its grammar refused the sampled id {outside}"
+    assert not delta.is_callers_fault
 
 
 @pytest.mark.parametrize(
@@ -154,6 +159,182 @@ def test_faults_of_masked_rows_are_named(fault, words):
     driver.scheduler.settle(schedule, dataclasses.replace(result, faults=faults))
     (delta,) = driver.scheduler.take_deltas()
     assert delta.finish_reason == "error" and words in (delta.error or "")
+    assert delta.is_callers_fault == (fault == RowFault.NOTHING_ALLOWED)
+
+
+class Broken(ToyMatcher):
+    """Goes past no id, like an Earley parser that has met its limit."""
+
+    def accept(self, token_id: int) -> bool:
+        del token_id
+        self.fault = "row of 1201 items"
+        return False
+
+
+def test_id_that_its_mask_allowed_and_its_grammar_refuses_is_the_callers_fault():
+    driver = Driver(config())
+    driver.scheduler.submit(masked(grammar=Scripted(Broken)))
+    driver.launch()
+    driver.scheduler.settle(*driver.device.settle())
+    (delta,) = driver.scheduler.take_deltas()
+    assert delta.finish_reason == "error" and delta.is_callers_fault and not delta.token_ids
+    assert (delta.error or "").endswith(
+        "and cannot go past it (row of 1201 items); write a simpler structure"
+    )
+    driver.scheduler.audit()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(Endless):
+    """A grammar whose matchers are of another class."""
+
+    kind: type[ToyMatcher] = ToyMatcher
+
+    def __init__(self, kind: type[ToyMatcher]) -> None:
+        super().__init__(1)
+        object.__setattr__(self, "kind", kind)
+
+    def matcher(self) -> ToyMatcher:
+        return self.kind(self)
+
+
+class Blocked(ToyMatcher):
+    """Its masks are made when they are let go, each behind its outputs as they were."""
+
+    gate = threading.Event()
+
+    def mask(self) -> np.ndarray:
+        if len(self.outputs) > 1:
+            assert self.gate.wait(30.0)
+        return super().mask()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Blocked, "gate", gate)
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def beside(gate):
+    """A driver whose masks are made on threads, which end with the test."""
+    maker = MaskMaker(2)
+    yield lambda **changes: Driver(config(**changes), maker)
+    gate.set()
+    maker.close()
+
+
+def until_blocked(driver: Driver) -> None:
+    """Until the id behind the first one is settled and held back for its mask."""
+    while not (driver.ids["m", 0] and driver.scheduler.wait_for_masks()):
+        driver.step()
+
+
+def until_made(driver: Driver, gate: threading.Event) -> None:
+    gate.set()
+    for _ in range(1000):
+        if not driver.scheduler.wait_for_masks():
+            break
+        driver.step()
+    driver.run()
+
+
+def test_other_rows_run_at_depth_two_while_a_mask_is_under_way_and_it_then_goes_on(beside, gate):
+    driver = beside(prefix_cache=False)
+    driver.submit(masked(grammar=Scripted(Blocked)))
+    driver.submit(request("f", [4, 5, 6], 50))
+    until_blocked(driver)
+    driver.launch()
+    driver.settle()
+    for _ in range(20):
+        driver.launch()
+        assert len(driver.device.pending) == 2
+        assert launched(driver)[-1].masks is None and launched(driver)[-1].num_rows == 1
+        driver.settle()
+    assert len(driver.ids["m", 0]) == 1 and len(driver.ids["f", 0]) > 20
+    until_made(driver, gate)
+    assert len(driver.ids["m", 0]) == 12
+
+
+def test_masked_rows_alone_wait_for_their_masks_without_being_stuck(beside, gate):
+    driver = beside()
+    driver.submit(masked(grammar=Scripted(Blocked)))
+    until_blocked(driver)
+    assert not driver.device.pending
+    assert driver.scheduler.schedule() is None and driver.scheduler.wait_for_masks()
+    until_made(driver, gate)
+    assert driver.finished["m", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("end", ["abort", "void", "preempt"])
+def test_end_or_return_of_a_choice_whose_mask_is_under_way_leaks_nothing(beside, gate, end):
+    driver = beside(prefix_cache=False, groups=(GroupConfig(num_pages=8, page_size=4),))
+    driver.submit(request("f", [4, 5, 6, 7], 25))
+    driver.submit(masked(grammar=Scripted(Blocked)))
+    until_blocked(driver)
+    if end == "abort":
+        driver.abort("m")
+        assert not driver.scheduler.wait_for_masks()
+    elif end == "void":
+        driver.fail()
+    else:
+        while not driver.scheduler.stats.num_preemptions:
+            driver.step()
+    if end != "abort":
+        for _ in range(6):
+            driver.step()
+        assert len(driver.ids["m", 0]) == 1, "no row of it ran without its mask"
+    driver.submit(masked("next", 5))
+    until_made(driver, gate)
+    assert driver.finished["m", 0].finish_reason == ("abort" if end == "abort" else "length")
+    assert driver.finished["next", 0].finish_reason == "length"
+
+
+def test_mask_that_takes_too_long_fails_its_row_by_the_limit_and_no_other(beside, gate):
+    driver = beside(mask_ms=20)
+    driver.submit(request("f", [4, 5, 6], 40))
+    driver.scheduler.submit(masked(grammar=Scripted(Blocked)))
+    deltas = []
+    for _ in range(2000):
+        if (schedule := driver.scheduler.schedule()) is not None:
+            driver.device.launch(schedule)
+        if driver.device.pending:
+            driver.scheduler.settle(*driver.device.settle())
+        driver.scheduler.wait_for_masks()
+        deltas += driver.scheduler.take_deltas()
+        driver.scheduler.audit()
+        if driver.scheduler.is_idle:
+            break
+    (end,) = [d for d in deltas if d.request_id == "m" and d.finish_reason]
+    assert end.finish_reason == "error" and end.is_callers_fault
+    assert end.error == (
+        "request 'm': the mask of its next id takes longer than 20 ms, the limit; "
+        "write a simpler structure"
+    )
+    assert [d.finish_reason for d in deltas if d.request_id == "f"][-1] == "length"
+    assert len(driver.scheduler._free_slots) == driver.config.max_slots
+
+
+class Failing(ToyMatcher):
+    def mask(self) -> np.ndarray:
+        if self.outputs:
+            raise OSError("secret of the machine")
+        return super().mask()
+
+
+def test_exception_that_makes_no_mask_fails_its_request_alone_and_as_our_fault(beside):
+    driver = beside()
+    driver.scheduler.submit(masked(grammar=Scripted(Failing)))
+    schedule = driver.scheduler.schedule()
+    driver.device.launch(schedule)
+    driver.scheduler.settle(*driver.device.settle())
+    while driver.scheduler.wait_for_masks():
+        assert driver.scheduler.schedule() is None
+    end = driver.scheduler.take_deltas()[-1]
+    assert end.error == "request 'm': making its mask failed: OSError"
+    assert not end.is_callers_fault and driver.scheduler.is_idle
 
 
 def test_structure_without_its_grammar_never_runs_free():

@@ -20,6 +20,10 @@ class ToyGrammar:
     def matcher(self) -> ToyMatcher:
         return ToyMatcher(self)
 
+    @property
+    def first_mask(self) -> np.ndarray:
+        return self.matcher().mask()
+
     def allowed(self, outputs: list[int]) -> list[int]:
         if self.stuck_after is not None and len(outputs) >= self.stuck_after:
             return []
@@ -37,6 +41,7 @@ class ToyMatcher:
     def __init__(self, grammar: ToyGrammar) -> None:
         self.grammar = grammar
         self.outputs: list[int] = []
+        self.fault = ""
 
     def accept(self, token_id: int) -> bool:
         assert type(token_id) is int

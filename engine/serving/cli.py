@@ -16,6 +16,7 @@ from engine.serving.commands import (
     check,
     demo,
     gateway,
+    options,
     serve,
     top,
 )
@@ -107,7 +108,7 @@ def _worded(error: Exception) -> tuple[str, int]:
 
 
 def _one_line(error: Exception) -> str:
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    lines = [" ".join(line.split()) for line in options.worded(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     more = len(lines) - 1

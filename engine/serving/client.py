@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.request import SamplingParams
 from engine.scheduling.scheduler import QueueFull
-from engine.serving import messages
+from engine.serving import messages, unreached
 from engine.serving.outputs import (
     CompletionOutput,
     Logprob,
@@ -36,7 +36,6 @@ Params = SamplingParams | Mapping[str, Any] | None
 fields it names; None stands for those defaults."""
 
 _READY_POLL_SECONDS = 0.1
-_UNREACHED = "it cannot be reached"
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 30_000),
@@ -87,6 +86,7 @@ class Client:
     ) -> None:
         self._timeout = timeout
         self._metadata = _metadata(token)
+        self._server = _Server(address, is_tls=tls is not None)
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
@@ -161,13 +161,14 @@ class Client:
           TimeoutError: it does not within `timeout` seconds; says what it is doing.
         """
         end = time.monotonic() + timeout
-        doing = _UNREACHED
         while True:
-            with contextlib.suppress(Unavailable):
+            try:
                 server = self.server_info()
                 if server.state == pb.SERVER_STATE_READY:
                     return
                 doing = server.detail
+            except Unavailable as error:
+                doing = str(error)
             if time.monotonic() > end:
                 raise _not_ready(timeout, doing)
             time.sleep(_READY_POLL_SECONDS)
@@ -183,12 +184,12 @@ class Client:
         self.close()
 
     def _call(self, method: Any, request: Any) -> Any:
-        with _errors():
+        with self._server.errors():
             return method(request, timeout=self._timeout, metadata=self._metadata)
 
     def _outputs(self, request: pb.GenerateRequest, prompt: Text) -> Generator[RequestOutput]:
         reader = _StreamReader(prompt)
-        with _errors():
+        with self._server.errors():
             call: Any = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
             try:
                 for message in call:
@@ -210,6 +211,7 @@ class AsyncClient:
     ) -> None:
         self._timeout = timeout
         self._metadata = _metadata(token)
+        self._server = _Server(address, is_tls=tls is not None)
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
@@ -282,13 +284,14 @@ class AsyncClient:
     async def wait_ready(self, timeout: float) -> None:
         """Returns once the server answers requests; TimeoutError otherwise."""
         end = time.monotonic() + timeout
-        doing = _UNREACHED
         while True:
-            with contextlib.suppress(Unavailable):
+            try:
                 server = await self.server_info()
                 if server.state == pb.SERVER_STATE_READY:
                     return
                 doing = server.detail
+            except Unavailable as error:
+                doing = str(error)
             if time.monotonic() > end:
                 raise _not_ready(timeout, doing)
             await asyncio.sleep(_READY_POLL_SECONDS)
@@ -304,14 +307,14 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        with _errors():
+        with self._server.errors():
             return await method(request, timeout=self._timeout, metadata=self._metadata)
 
     async def _outputs(
         self, request: pb.GenerateRequest, prompt: Text
     ) -> AsyncGenerator[RequestOutput]:
         reader = _StreamReader(prompt)
-        with _errors():
+        with self._server.errors():
             call = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
             try:
                 async for message in call:
@@ -324,30 +327,48 @@ def _not_ready(timeout: float, doing: str) -> TimeoutError:
     return TimeoutError(f"the server is not ready after {timeout} s: {doing}")
 
 
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        _raise(error)
+class _Server:
+    """Who is called and how: words the errors of calls.
 
+    Args:
+      address: host and port.
+      is_tls: whether the channel speaks TLS.
+    """
 
-def _raise(error: Any) -> NoReturn:
-    detail = error.details() or ""
-    match error.code():
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            raise ValueError(detail) from error
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            raise QueueFull(detail) from error
-        case grpc.StatusCode.UNAVAILABLE:
-            raise Unavailable(detail) from error
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise TimeoutError(detail) from error
-        case grpc.StatusCode.UNAUTHENTICATED:
-            raise PermissionError(
-                "the server wants a token that it knows; give it as Client(token=...)"
-            ) from error
-    raise error
+    def __init__(self, address: str, *, is_tls: bool) -> None:
+        self._address = address
+        self._is_tls = is_tls
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns the statuses of calls inside into exceptions of Python's own."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            self._raise(error)
+
+    def _raise(self, error: Any) -> NoReturn:
+        detail = error.details() or ""
+        match error.code():
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                raise ValueError(detail) from error
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise QueueFull(detail) from error
+            case grpc.StatusCode.UNAVAILABLE:
+                raise Unavailable(self._unavailable(detail)) from error
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError(detail) from error
+            case grpc.StatusCode.UNAUTHENTICATED:
+                raise PermissionError(
+                    "the server wants a token that it knows; give it as Client(token=...)"
+                ) from error
+        raise error
+
+    def _unavailable(self, detail: str) -> str:
+        if not unreached.is_unreached(detail):
+            return detail
+        ways = unreached.PYTHON
+        return unreached.described(detail, self._address, is_tls=self._is_tls, ways=ways)
 
 
 def _generate_request(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.config import LIMITS, Limits
+from engine.config import LIMITS, Limits, Setting, SettingError
 from engine.request import Grammar, Request, SamplingParams, validate_params
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Frontend:
         # Page 0 is trash, and the last output needs no place in the cache.
         self._pool_len = (info.num_pages - 1) * info.page_size + 1
         self._tokenizer = tokenizer
+        self._longest_token = 0 if tokenizer is None else _longest_token(tokenizer)
         self._limits = limits
         tokenizer_eos = () if tokenizer is None else tokenizer.eos_ids
         self.eos_ids: tuple[int, ...] = tuple(
@@ -181,6 +182,30 @@ class Frontend:
             )
         return self._tokenizer
 
+    def encode(
+        self, text: str, purpose: str = "a text prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt's text; refused unread where it cannot fit."""
+        tokenizer = self.tokenizer(purpose)
+        self._check_bytes("prompt", text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_bytes(self, name: str, *texts: str) -> None:
+        """Refuses what is longer than the longest token as often as it fits: encoding is dear."""
+        limit = self._max_model_len * self._longest_token
+        num_bytes = sum(map(len, texts))
+        if num_bytes <= limit:
+            num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if num_bytes > limit:
+            setting = Setting("max_model_len")
+            raise SettingError(
+                f"{name} has {num_bytes} bytes of text or more but ",
+                setting,
+                f" is {self._max_model_len} tokens of at most {self._longest_token} bytes, "
+                f"{limit} together; shorten it or start the engine with a larger ",
+                setting,
+            )
+
     def _params(self, params: Params) -> tuple[SamplingParams, int | None]:
         """The params, and the max_tokens that stands in for none."""
         if isinstance(params, SamplingParams):
@@ -228,12 +253,13 @@ class Frontend:
     def _encode(self, text: str) -> np.ndarray:
         if not text:
             raise ValueError("prompt is empty; give at least one character")
-        return self._ids(self.tokenizer("a text prompt").encode(text), "prompt")
+        return self._ids(self.encode(text), "prompt")
 
     def _score_text(self, prompt: str, continuation: str) -> tuple[str, np.ndarray, int]:
         if not continuation:
             raise ValueError("continuation is empty; give at least one character")
         tokenizer = self.tokenizer("scoring text")
+        self._check_bytes("prompt with continuation", prompt, continuation)
         if not prompt:
             first = (
                 tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(self.eos_ids), None)
@@ -279,13 +305,16 @@ class Frontend:
         return array.astype(np.int32)
 
     def _too_long(self, num_tokens: int) -> ValueError:
-        return ValueError(
-            f"prompt has {num_tokens} tokens but max_model_len is {self._max_model_len}; "
-            "shorten it or start the engine with a larger max_model_len"
+        limit = Setting("max_model_len")
+        return SettingError(
+            f"prompt has {num_tokens} tokens but ",
+            limit,
+            f" is {self._max_model_len}; shorten it or start the engine with a larger ",
+            limit,
         )
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams, default: int | None) -> int:
-        room = self._max_model_len - prompt_len
+        room, limit = self._max_model_len - prompt_len, Setting("max_model_len")
         if room < 0:
             raise self._too_long(prompt_len)
         wanted = params.max_tokens
@@ -297,16 +326,19 @@ class Frontend:
                     "set max_tokens to at least 1"
                 )
         elif room == 0:
-            raise ValueError(
-                f"prompt has {prompt_len} tokens but max_model_len is {self._max_model_len}, "
-                "which leaves no room for output; "
-                "shorten it or start the engine with a larger max_model_len"
+            raise SettingError(
+                f"prompt has {prompt_len} tokens but ",
+                limit,
+                f" is {self._max_model_len}, which leaves no room for output; "
+                "shorten it or start the engine with a larger ",
+                limit,
             )
         elif wanted is not None and wanted > room:
-            raise ValueError(
-                f"max_tokens is {wanted} but the prompt has {prompt_len} tokens and max_model_len "
-                f"is {self._max_model_len}; lower max_tokens to {room}, or leave it out to fill "
-                "the rest"
+            raise SettingError(
+                f"max_tokens is {wanted} but the prompt has {prompt_len} tokens and ",
+                limit,
+                f" is {self._max_model_len}; lower max_tokens to {room}, or leave it out to fill "
+                "the rest",
             )
         if wanted is None:
             fitting = min(room, max(1, self._pool_len - prompt_len))
@@ -362,9 +394,10 @@ class Frontend:
 
         # What is missing first: the extra or an end id, by the compiler's own words.
         grammar.GrammarCompiler(tokenizer, self._vocab_size, self.eos_ids, self._limits)
-        raise ValueError(
-            "structured is set but the engine has no program that takes masks; start it with "
-            "masked_rows (--masked-rows), such as 16"
+        raise SettingError(
+            "structured is set but the engine has no program that takes masks; start it with ",
+            Setting("masked_rows"),
+            ", such as 16",
         )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -401,6 +434,11 @@ class Frontend:
         words = [*params.bad_word_ids]
         for word in params.bad_words:
             tokenizer = self.tokenizer("bad_words")
+            if len(word) > (limit := self._limits.bad_word_ids * self._longest_token):
+                raise ValueError(
+                    f"a bad word has {len(word)} characters, more than the {limit} bytes of "
+                    f"{self._limits.bad_word_ids} token ids; give a shorter word"
+                )
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -465,6 +503,11 @@ class Frontend:
         if len(salt) > limit:
             raise ValueError(f"cache_salt has {len(salt)} bytes, the limit is {limit}")
         return salt
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes of the longest token."""
+    return max(len(tokenizer.id_to_bytes(i)) for i in range(tokenizer.vocab_size))
 
 
 def _is_set(mapping: Mapping[str, Any], name: str) -> bool:

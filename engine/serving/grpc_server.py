@@ -9,8 +9,9 @@ import logging
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -21,6 +22,7 @@ from grpc_health.v1.health import (
 )
 from grpc_reflection.v1alpha import reflection
 
+from engine.config import Setting, SettingError
 from engine.serving import admin, compatibility, exposure, interceptors, metrics
 from engine.serving.grpc_service import GenerationService, UnreadableRequests
 from engine.serving.thread import EngineDead
@@ -45,6 +47,12 @@ _ENGINE_POLL_SECONDS = 0.5
 _STATS_SECONDS = 2.0
 # Lets statuses leave; the calls themselves are over, or are to be cut.
 _CLOSING_SECONDS = 0.5
+_ENGINE_CLOSING_SECONDS = 5.0
+"""A step that runs is waited for, then memory is given back; a device that hangs does neither."""
+_LOST_CLOSING_SECONDS = 1.0
+_HURRY_SECONDS = 1.0
+"""The same behind a second signal."""
+_CLOSE_POLL_SECONDS = 0.02
 
 Report = Callable[[str, float, str], None]
 MakeLLM = Callable[[Report], "AsyncLLM"]
@@ -69,6 +77,8 @@ class ServerSettings:
     """Bytes of one request."""
     request_seconds: float | None = None
     """How long a call that makes tokens may take, whatever its own deadline; None: no limit."""
+    step_seconds: float = 300.0
+    """How long one step may take until the engine counts as lost; 0: no limit."""
     tls_cert: pathlib.Path | None = None
     """PEM certificate of the server, its chain behind it."""
     tls_key: pathlib.Path | None = None
@@ -90,26 +100,42 @@ class ServerSettings:
         for name, low, high in (("port", 0, 65535), ("max_receive_bytes", 1024, 2**31 - 1)):
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ValueError(f"{name} is {value}, it must lie in [{low}, {high}]")
+                raise SettingError(Setting(name), f" is {value}, it must lie in [{low}, {high}]")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ValueError(f"metrics_port is {self.metrics_port}, it must lie in [0, 65535]")
-        if not 0.0 <= self.drain_seconds <= 86_400.0:
-            raise ValueError(f"drain_seconds is {self.drain_seconds}, it must lie in [0, 86400]")
-        if self.request_seconds is not None and not 0.0 < self.request_seconds <= 86_400.0:
-            raise ValueError(
-                f"request_seconds is {self.request_seconds}, it must lie in (0, 86400]"
+            raise SettingError(
+                Setting("metrics_port"), f" is {self.metrics_port}, it must lie in [0, 65535]"
             )
+        if not 0.0 <= self.drain_seconds <= 86_400.0:
+            raise SettingError(
+                Setting("drain_seconds"), f" is {self.drain_seconds}, it must lie in [0, 86400]"
+            )
+        if self.request_seconds is not None and not 0.0 < self.request_seconds <= 86_400.0:
+            raise SettingError(
+                Setting("request_seconds"), f" is {self.request_seconds}, it must lie in (0, 86400]"
+            )
+        if not 0.0 <= self.step_seconds <= 86_400.0:
+            raise SettingError(
+                Setting("step_seconds"), f" is {self.step_seconds}, it must lie in [0, 86400]"
+            )
+        cert, key = Setting("tls_cert"), Setting("tls_key")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key belong together; give both or none")
+            raise SettingError(cert, " and ", key, " belong together; give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key; give them too")
+            raise SettingError(
+                Setting("tls_client_ca"), " needs ", cert, " and ", key, "; give them too"
+            )
         if self.profile_dir is not None and not self.admin:
-            raise ValueError("profile_dir is for the admin service; turn that on with --admin")
+            raise SettingError(
+                Setting("profile_dir"),
+                " is for the admin service; turn that on with ",
+                Setting("admin"),
+            )
         endpoint = self.otel_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ValueError(
-                f"otel_endpoint is {endpoint!r}, it must begin with http:// (plain) or https:// "
-                "(TLS), as http://127.0.0.1:4317"
+            raise SettingError(
+                Setting("otel_endpoint"),
+                f" is {endpoint!r}, it must begin with http:// (plain) or https:// "
+                "(TLS), as http://127.0.0.1:4317",
             )
 
     def credentials(self) -> grpc.ServerCredentials | None:
@@ -160,8 +186,8 @@ async def serve(
 ) -> bool:
     """Serves until told to stop, then drains.
 
-    The port is taken first, so that a port in use fails at once; health says NOT_SERVING until the
-    engine is warm, and again from the first stop signal on.
+    The port is taken before `make_llm` is called, so that no weights are read for a port in use;
+    health says NOT_SERVING until the engine is warm, and again from the first stop signal on.
 
     Args:
       make_llm: makes the engine.
@@ -169,7 +195,8 @@ async def serve(
       engine_settings: what GetServerInfo tells about the engine's settings.
       signals: what ends it.
       announce: gets a line at each turn of the server's life.
-      on_lost: called when the engine is lost, before anything is closed, which may then take long.
+      on_lost: called when the engine is lost or a second signal has come, before anything is
+        closed, which may then take long.
 
     Returns:
       False: told to stop before the engine was warm; its compilations go on in their threads.
@@ -178,7 +205,7 @@ async def serve(
       ValueError: the host is open to others without TLS, a token or `insecure`; or a file of the
         settings does not hold what it should.
       OSError: a port cannot be used.
-      EngineDead: the engine failed while serving.
+      EngineDead: the engine failed while serving or draining, or does not end.
       Exception: what `make_llm` raised.
     """
     warning = exposure.check_host(
@@ -216,13 +243,26 @@ async def serve(
             if llm is None:
                 announce("stopped before the engine was warm")
                 return False
-            stack.callback(llm.shutdown)
+            stack.callback(llm.shutdown, 0.0)
             service.become_ready(llm, metrics.Metrics(registry, llm.info, _stats_reader(llm)))
             await _set_health(checks, _SERVING)
             announce(f"serving {llm.info.model_name} on {settings.host}:{port}")
-            await _until_stopped(llm, service, checks, signals, on_lost)
-            announce(f"draining: {service.num_calls} calls run")
-            await _drain(service, checks, signals, settings.drain_seconds)
+            try:
+                await _serve_and_drain(llm, service, checks, signals, settings, announce)
+                if signals.hurry.is_set():
+                    on_lost()
+                await server.stop(_CLOSING_SECONDS)
+                if not await _closed(llm, signals, _ENGINE_CLOSING_SECONDS):
+                    raise EngineDead("the engine hangs: its last step does not end")
+            except EngineDead as error:
+                _LOG.error("the engine is lost; the server ends: %s", error)
+                on_lost()
+                # Callers are told no more: what a device says may name the machine.
+                service.become_failed("its log says why")
+                await checks.enter_graceful_shutdown()
+                await server.stop(_CLOSING_SECONDS)
+                await _closed(llm, signals, _LOST_CLOSING_SECONDS)
+                raise
         finally:
             await server.stop(_CLOSING_SECONDS)
     announce("stopped")
@@ -324,43 +364,71 @@ async def _started(
     return started.result() if started.done() else None
 
 
-async def _until_stopped(
+def _check_engine(llm: AsyncLLM, step_seconds: float) -> None:
+    """Raises EngineDead when the engine is lost: it said so, or one of its steps does not end."""
+    llm.check_health()
+    if 0.0 < step_seconds < llm.busy_seconds:
+        raise EngineDead(
+            f"a step has run for more than {step_seconds:g} s, the limit: the device hangs; look "
+            "at it, or start the server with a larger --step-seconds"
+        )
+
+
+async def _watch(llm: AsyncLLM, step_seconds: float) -> None:
+    """Returns never; raises EngineDead when the engine is lost."""
+    while True:
+        _check_engine(llm, step_seconds)
+        await asyncio.sleep(_ENGINE_POLL_SECONDS)
+
+
+async def _first_of(*events: Coroutine[Any, Any, object], seconds: float | None = None) -> None:
+    """Returns when one of them has come, or after `seconds`; raises what that one raised."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _serve_and_drain(
     llm: AsyncLLM,
     service: GenerationService,
     checks: aio_health.HealthServicer,
     signals: StopSignals,
-    on_lost: Callable[[], None],
+    settings: ServerSettings,
+    announce: Callable[[str], None],
 ) -> None:
-    """Returns at the first stop signal; raises EngineDead when the engine is lost before."""
-    while not signals.drain.is_set():
-        try:
-            llm.check_health()
-        except EngineDead:
-            _LOG.error("the engine is lost; the server ends")
-            on_lost()
-            # Callers are told no more: what a device says may name the machine.
-            service.become_failed("its log says why")
-            await checks.enter_graceful_shutdown()
-            raise
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.drain.wait(), _ENGINE_POLL_SECONDS)
-
-
-async def _drain(
-    service: GenerationService,
-    checks: aio_health.HealthServicer,
-    signals: StopSignals,
-    drain_seconds: float,
-) -> None:
+    """From the warm engine to the last call; raises EngineDead when the engine is lost on it."""
+    await _first_of(_watch(llm, settings.step_seconds), signals.drain.wait())
+    announce(f"draining: {service.num_calls} calls run")
     service.become_draining()
     await checks.enter_graceful_shutdown()
-    ends = [asyncio.ensure_future(event) for event in (service.wait_idle(), signals.hurry.wait())]
-    try:
-        await asyncio.wait(ends, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for end in ends:
-            end.cancel()
+    await _first_of(
+        _watch(llm, settings.step_seconds),
+        service.wait_idle(),
+        signals.hurry.wait(),
+        seconds=settings.drain_seconds,
+    )
     service.cut()
+    _check_engine(llm, settings.step_seconds)  # no call is left of a lost one either
+
+
+async def _closed(llm: AsyncLLM, signals: StopSignals, seconds: float) -> bool:
+    """Closes the engine; False: it has not ended after `seconds`, or soon behind a second signal.
+
+    Polls, because whatever waits in a thread for one that hangs would hang with it.
+    """
+    llm.shutdown(0.0)
+    began = time.monotonic()
+    while not llm.is_closed:
+        limit = min(seconds, _HURRY_SECONDS) if signals.hurry.is_set() else seconds
+        if time.monotonic() - began > limit:
+            return False
+        await asyncio.sleep(_CLOSE_POLL_SECONDS)
+    return True
 
 
 def _stats_reader(llm: AsyncLLM) -> Callable[[], CoreStats | None]:

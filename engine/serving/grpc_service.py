@@ -23,7 +23,7 @@ import grpc.aio
 from engine.request import FinishReason
 from engine.scheduling.scheduler import QueueFull
 from engine.serving import messages, metrics, versions
-from engine.serving.outputs import RequestFailed, RequestOutput, ScoreOutput
+from engine.serving.outputs import RequestFailed, RequestOutput, RequestRefused, ScoreOutput
 from engine.serving.thread import EngineDead
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
@@ -213,7 +213,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 raise
             task.uncancel()
             code, detail = grpc.StatusCode.UNAVAILABLE, "the server ends; try another replica"
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RequestRefused) as error:
             code, detail = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         except QueueFull as error:
             code, detail = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
@@ -302,13 +302,15 @@ class Count:
         """Figures of the request, whose caller may have left it unfinished."""
         assert self.last is not None
         elapsed = asyncio.get_running_loop().time() - self._began
-        reasons = tuple(self._reasons.values())
+        reasons, times = tuple(self._reasons.values()), self.last.metrics
         return metrics.FinishedRequest(
             num_prompt_tokens=len(self.last.prompt_token_ids),
             num_output_tokens=self.num_output_tokens,
             finish_reasons=reasons if self.last.finished else (*reasons, self.unfinished),
-            first_token_seconds=self.last.metrics.ttft,
-            total_seconds=self.last.metrics.e2e or elapsed,
+            queue_seconds=times.queue,
+            first_token_seconds=times.ttft,
+            last_token_seconds=times.last_token,
+            total_seconds=times.e2e or elapsed,
         )
 
 

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import prometheus_client
 
+from engine.config import LIMITS
 from engine.serving import logs
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _HEALTH = "/grpc.health.v1.Health/"
 _BOUNDED = ("Generate", "Score", "Embed")
 """Methods that make tokens: the server's own limit of time holds for them."""
 _MIN_TOKEN_CHARS = 16
+_REFUSED_ID_CHARS = 32
+"""Characters that are logged of a request id over the limit."""
 _CLOCK_SECONDS = 0.05
 """A caller gives up at its deadline by its own clock, a moment before ours."""
 _CANCELLED, _DEADLINE, _INTERNAL = (
@@ -106,7 +109,7 @@ class Calls(grpc.aio.ServerInterceptor):
             self._ended.labels(call.method, code.name).inc()
             facts: dict[str, object] = {"code": code.name}
             facts["seconds"] = round(time.monotonic() - began, 6)
-            if request_id := getattr(request, "request_id", ""):
+            if request_id := _shortened(getattr(request, "request_id", "")):
                 facts["request_id"] = request_id
             if self._spans is not None:
                 self._spans.end(span, code.name, request_id)
@@ -245,6 +248,13 @@ def _status(code: Any) -> grpc.StatusCode:
     if isinstance(code, grpc.StatusCode):
         return code
     return next((one for one in grpc.StatusCode if one.value[0] == code), grpc.StatusCode.OK)
+
+
+def _shortened(request_id: str) -> str:
+    """An id as it is logged: of one that is refused for its length the start alone."""
+    if len(request_id) <= LIMITS.request_id_chars:
+        return request_id
+    return f"{request_id[:_REFUSED_ID_CHARS]}... ({len(request_id)} characters)"
 
 
 def _texts(metadata: Any) -> dict[str, str]:

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 from engine.request import Delta, SamplingParams
 from engine.serving.frontend import Frontend, Params, Prepared, Prompt
-from engine.serving.outputs import OutputAssembler, RequestFailed, RequestOutput, ScoreOutput
+from engine.serving.outputs import (
+    OutputAssembler,
+    RequestFailed,
+    RequestOutput,
+    RequestRefused,
+    ScoreOutput,
+)
 from engine.serving.pace import Pace
-from engine.serving.thread import EngineDead, EngineThread, Sink
+from engine.serving.thread import JOIN_SECONDS, EngineDead, EngineThread, Sink
 
 if TYPE_CHECKING:
     import rich.progress
@@ -41,8 +47,8 @@ CoreFactory = Callable[..., "Core"]
 StreamMode = Literal["delta", "cumulative", "final"]
 """What a stream yields: what is new, everything so far, or only the finished output."""
 
-# Tokenizing longer text would keep other streams of the event loop waiting.
-_LONG_TEXT_CHARS = 4096
+# Tokenizing more text in one turn of the event loop would keep its other streams waiting.
+_LONG_TEXT_CHARS = 1024
 
 
 class RenderedChat(TypedDict):
@@ -112,7 +118,7 @@ class _Face:
             self._info = self._thread.wait_ready()
             self._frontend = Frontend(self._info, self._tokenizer, self._config.limits)
         except BaseException:
-            self._thread.close(should_wait=False)
+            self._thread.close(0.0)
             raise
         self._finalizer = weakref.finalize(self, self._thread.close)
 
@@ -162,7 +168,6 @@ class _Face:
         """
         if isinstance(messages, list | tuple):
             self._frontend.check_messages(messages)
-        tokenizer = self._frontend.tokenizer("chat")
         text = self._chat_template.render(
             messages,
             tools=tools,
@@ -171,7 +176,7 @@ class _Face:
         )
         return {
             "prompt": text,
-            "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+            "prompt_token_ids": self._frontend.encode(text, "chat", add_special_tokens=False),
         }
 
     @functools.cached_property
@@ -433,6 +438,8 @@ class AsyncLLM(_Face):
     """
 
     _mailbox: _AsyncMailbox | None = None
+    _turn_chars: int = 0
+    """Characters of the texts that came in this turn of the event loop."""
 
     async def generate(
         self,
@@ -536,17 +543,47 @@ class AsyncLLM(_Face):
         if not self._thread.healthy:
             raise EngineDead(self._thread.failure)
 
-    def shutdown(self) -> None:
-        """Ends what runs and frees the device's memory; idempotent."""
-        self._finalizer()
+    @property
+    def busy_seconds(self) -> float:
+        """How long the engine is at its step; 0.0 between two of them."""
+        return self._thread.busy_seconds
+
+    @property
+    def is_closed(self) -> bool:
+        """True when the engine's thread has ended and the device's memory is free."""
+        return self._thread.is_closed
+
+    def shutdown(self, seconds: float = JOIN_SECONDS) -> bool:
+        """Ends what runs and frees the device's memory; idempotent.
+
+        Args:
+          seconds: how long to wait for it.
+
+        Returns:
+          False when the engine has not ended by then.
+        """
+        self._finalizer.detach()
+        return self._thread.close(seconds)
 
     async def _prepared(
         self, prepare: Callable[..., Prepared], *arguments: Any, **options: Any
     ) -> Prepared:
-        num_chars = sum(len(one) for one in arguments if isinstance(one, str))
-        if num_chars > _LONG_TEXT_CHARS or any(map(_is_structured, arguments)):
+        is_long = self._is_long(sum(map(_num_chars, arguments)))
+        if is_long or any(map(_is_structured, arguments)):
             return await asyncio.to_thread(prepare, *arguments, **options)
         return prepare(*arguments, **options)
+
+    def _is_long(self, num_chars: int) -> bool:
+        """True when this turn's texts, these among them, are too much for the event loop."""
+        if num_chars == 0:
+            return False
+        if self._turn_chars == 0:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._turn_chars += num_chars
+        return self._turn_chars > _LONG_TEXT_CHARS
+
+    def _end_turn(self) -> None:
+        self._turn_chars = 0
 
     async def _steps(self, prepared: Prepared) -> AsyncGenerator[OutputAssembler]:
         """Runs a request, yielding its assembler whenever it has taken something in."""
@@ -672,7 +709,8 @@ def _push(assembler: OutputAssembler, event: Delta | Exception, when: float) -> 
     if isinstance(event, Exception):
         raise event
     if event.finish_reason == "error":
-        raise RequestFailed(event.error or f"request {event.request_id} failed")
+        failed = RequestRefused if event.is_callers_fault else RequestFailed
+        raise failed(event.error or f"request {event.request_id} failed")
     assembler.push(event, when)
 
 
@@ -686,6 +724,23 @@ def _start_core(config: EngineConfig, *, progress: Progress | None) -> Core:
 def _study_model(core: Core) -> StudyModel:
     model = core.model
     return StudyModel(model.forward, model.logits, model.cache_spec, core.params, model.config)
+
+
+def check_files(config: EngineConfig) -> Tokenizer | None:
+    """Reads what is small of a model's files, before anything dear is begun.
+
+    Config, architecture and the headers of the weights are those the engine opens again.
+
+    Returns:
+      The tokenizer; None where the checkpoint has none.
+
+    Raises:
+      FileNotFoundError, ValueError: nothing there, or not a model, with the way out.
+    """
+    from engine.execution import startup
+
+    startup.open_model(config)
+    return _load_tokenizer(config)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -710,6 +765,13 @@ def _is_one(prompts: Any) -> bool:
     if not isinstance(prompts, list | tuple) or len(prompts) == 0:
         return False
     return isinstance(prompts[0], int | float | np.number)
+
+
+def _num_chars(argument: Any) -> int:
+    """Characters of a text, or of a prompt that has one."""
+    if isinstance(argument, Mapping) and "prompt_token_ids" not in argument:
+        argument = argument.get("prompt")
+    return len(argument) if isinstance(argument, str) else 0
 
 
 def _is_structured(params: Any) -> bool:
@@ -740,14 +802,19 @@ def _prepared_all(
         except (ValueError, TypeError) as error:
             if count == 1:
                 raise
-            raise type(error)(f"{name}[{index}]: {error}") from error
+            raise _behind(f"{name}[{index}]: ", error) from error
     return prepared
 
 
 def _at(index: int, count: int, error: Exception) -> Exception:
     """The error, saying which of several prompts it is about where it is about one."""
-    is_about_one = count > 1 and type(error) in (ValueError, TypeError)
-    return type(error)(f"prompts[{index}]: {error}") if is_about_one else error
+    is_about_one = count > 1 and type(error) in (ValueError, SettingError, TypeError)
+    return _behind(f"prompts[{index}]: ", error) if is_about_one else error
+
+
+def _behind(lead: str, error: Exception) -> Exception:
+    """The same error with words before it."""
+    return error.behind(lead) if isinstance(error, SettingError) else type(error)(f"{lead}{error}")
 
 
 @contextlib.contextmanager

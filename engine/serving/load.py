@@ -6,7 +6,6 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from engine.config import Setting, SettingError
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
 
@@ -49,16 +49,21 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("num_requests", "prompt_len", "num_output_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+                raise SettingError(
+                    Setting(name), f" is {getattr(self, name)}, it must be at least 1"
+                )
         if self.arrivals == "closed":
             if self.concurrency < 1:
-                raise ValueError(
-                    f"concurrency is {self.concurrency}, the closed loop needs at least 1"
+                raise SettingError(
+                    Setting("concurrency"),
+                    f" is {self.concurrency}, the closed loop needs at least 1",
                 )
         elif not 0.0 < self.rate < 1e6:
-            raise ValueError(
-                f"rate is {self.rate}, arrivals {self.arrivals} need requests per second in "
-                "(0, 1000000)"
+            raise SettingError(
+                Setting("rate"),
+                f" is {self.rate}, ",
+                Setting("arrivals"),
+                f" {self.arrivals} need requests per second in (0, 1000000)",
             )
 
     def starts(self) -> np.ndarray | None:
@@ -124,7 +129,7 @@ class Connections:
     Args:
       address: host and port.
       num_streams: that run at a time at most.
-      tls_ca: PEM of the authority that signed the server's certificate; None: plain text.
+      tls: of `grpc.ssl_channel_credentials`; None: plain text.
       token: bearer token; None: none.
     """
 
@@ -133,11 +138,11 @@ class Connections:
         address: str,
         num_streams: int,
         *,
-        tls_ca: pathlib.Path | None = None,
+        tls: grpc.ChannelCredentials | None = None,
         token: str | None = None,
     ) -> None:
         self._address = address
-        self._tls_ca = tls_ca
+        self._tls = tls
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         count = min(16, 1 + num_streams // _STREAMS_PER_CHANNEL)
         self._channels = [self._open() for _ in range(count)]
@@ -206,10 +211,9 @@ class Connections:
         return stubs[self._turn % len(stubs)]
 
     def _open(self) -> grpc.aio.Channel:
-        if self._tls_ca is None:
+        if self._tls is None:
             return grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-        secrets = grpc.ssl_channel_credentials(self._tls_ca.read_bytes())
-        return grpc.aio.secure_channel(self._address, secrets, options=_OPTIONS)
+        return grpc.aio.secure_channel(self._address, self._tls, options=_OPTIONS)
 
 
 async def drive(

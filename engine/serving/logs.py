@@ -11,10 +11,12 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 
+_UNPLAIN = re.compile(r"[^ -~]")
+_WORD = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
 _CALL_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # W3C Trace Context, level 1: version, trace id, parent id, flags; later versions may append.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -76,16 +78,25 @@ def configure(log_format: LogFormat, stream: TextIO | None = None) -> None:
 
 
 class TextLines(logging.Formatter):
-    """`time level logger: message`, then what is known of the call as key=value."""
+    """`time level logger: message`, then what is known of the call as key=value.
+
+    What a caller sent can end no line and pass for no other fact: what cannot be printed is
+    escaped, facts of more than one word are quoted, and lines of a traceback are indented.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without a traceback."""
-        facts = " ".join(f"{name}={value}" for name, value in _facts(record).items())
-        line = super().formatMessage(record)
+        facts = " ".join(f"{name}={_word(value)}" for name, value in _facts(record).items())
+        line = _UNPLAIN.sub(_escaped, super().formatMessage(record))
         return f"{line} [{facts}]" if facts else line
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback, each line behind a margin."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {_UNPLAIN.sub(_escaped, line)}" for line in lines)
 
 
 class JsonLines(logging.Formatter):
@@ -104,6 +115,17 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _escaped(text: re.Match[str]) -> str:
+    found = text.group()
+    return found if found.isprintable() else found.encode("unicode_escape").decode()
+
+
+def _word(value: object) -> str:
+    """A value as it stands in a line of text: plain or as a JSON string."""
+    text = str(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:

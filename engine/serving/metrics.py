@@ -34,8 +34,12 @@ class FinishedRequest:
     """Over all choices."""
     finish_reasons: tuple[FinishReason, ...]
     """One per choice: stop, length, abort or error."""
+    queue_seconds: float | None
+    """From arrival to the first step that was scheduled with it; None when there was none."""
     first_token_seconds: float | None
     """From arrival to the first token; None when there was none."""
+    last_token_seconds: float | None
+    """From arrival to the last token; None when there was none."""
     total_seconds: float
     """From arrival to the end."""
 
@@ -93,7 +97,16 @@ class Metrics:
             "vllm:time_per_output_token_seconds",
             "Mean time between two tokens of a request's choices.",
         )
-        self._decode = seconds("vllm:request_decode_time_seconds", "First token to the end.")
+        self._queue = seconds(
+            "vllm:request_queue_time_seconds", "Arrival to the first scheduled step."
+        )
+        self._prefill = seconds(
+            "vllm:request_prefill_time_seconds", "First scheduled step to the first token."
+        )
+        self._decode = seconds("vllm:request_decode_time_seconds", "First token to the last token.")
+        self._inference = seconds(
+            "vllm:request_inference_time_seconds", "First scheduled step to the last token."
+        )
         self._latency = seconds("vllm:e2e_request_latency_seconds", "Arrival to the end.")
         self._prompt_lens = tokens("vllm:request_prompt_tokens", "Prompt tokens of a request.")
         self._output_lens = tokens("vllm:request_generation_tokens", "Tokens made for a request.")
@@ -112,15 +125,21 @@ class Metrics:
         for reason in request.finish_reasons:
             self._success(reason).inc()
         self._latency.observe(request.total_seconds)
-        if request.first_token_seconds is None:
+        queue, first = request.queue_seconds, request.first_token_seconds
+        last = request.last_token_seconds
+        if queue is None:  # left before any step
             return
-        self._first_token.observe(request.first_token_seconds)
-        self._decode.observe(request.total_seconds - request.first_token_seconds)
+        self._queue.observe(queue)
+        if first is None or last is None:
+            return
+        self._first_token.observe(first)
+        self._prefill.observe(first - queue)
+        self._decode.observe(last - first)
+        self._inference.observe(last - queue)
         # Choices run side by side, so a token of one is a token of each in the same time.
         per_choice = request.num_output_tokens / max(len(request.finish_reasons), 1)
         if per_choice > 1:
-            rest = request.total_seconds - request.first_token_seconds
-            self._per_token.observe(rest / (per_choice - 1))
+            self._per_token.observe((last - first) / (per_choice - 1))
 
     def refuse(self, code: str) -> None:
         """Counts one request that was not taken.
@@ -225,7 +244,7 @@ class _CoreCollector(prometheus_client.registry.Collector):
         yield self._counter("treadle:rows", "Rows by where their newest id was.", rows, "source")
         host = prometheus_client.core.GaugeMetricFamily(
             "treadle:host_step_milliseconds",
-            "Median host time of one step, by stage.",
+            "Median time of one step, by stage; launch runs beside the others or in hand_over.",
             labels=(*self._names, "stage"),
         )
         for stage, milliseconds in stats.host_ms.items():

@@ -26,6 +26,10 @@ class RequestFailed(RuntimeError):
     """The engine failed this one request; others are undisturbed."""
 
 
+class RequestRefused(RequestFailed):
+    """What was asked for cannot be done, as it turned out on the way; it would end so again."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Logprob:
     """One candidate of one position."""
@@ -92,6 +96,11 @@ class RequestMetrics:
     """From submission to the first output id; None before it."""
     e2e: float | None
     """From submission to the end; None before it."""
+    queue: float | None = None
+    """From submission to the first step that was scheduled with it; None before it, and where a
+    server does not tell."""
+    last_token: float | None = None
+    """From submission to the newest output id; None before it, and where a server does not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +190,9 @@ class OutputAssembler:
         self._is_prompt_taken = False
         self._arrival_time = time.time()
         self._began = time.perf_counter()
+        self._scheduled: float | None = None
         self._first_token: float | None = None
+        self._last_token: float | None = None
         self._end: float | None = None
 
     @property
@@ -203,13 +214,15 @@ class OutputAssembler:
         """
         now = time.perf_counter() if now is None else now
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        self._scheduled = delta.scheduled_at
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
         choice = self._choices[delta.choice]
         if choice.finish_reason is not None:
             return
-        if delta.token_ids and self._first_token is None:
-            self._first_token = now
+        if delta.token_ids:
+            self._first_token = now if self._first_token is None else self._first_token
+            self._last_token = now
         choice.push(delta)
         if choice.finish_reason is None:
             return
@@ -278,10 +291,15 @@ class OutputAssembler:
             seed=self._request.seed,
             metrics=RequestMetrics(
                 arrival_time=self._arrival_time,
-                ttft=None if self._first_token is None else self._first_token - self._began,
-                e2e=None if self._end is None else self._end - self._began,
+                ttft=self._since_submission(self._first_token),
+                e2e=self._since_submission(self._end),
+                queue=self._since_submission(self._scheduled),
+                last_token=self._since_submission(self._last_token),
             ),
         )
+
+    def _since_submission(self, when: float | None) -> float | None:
+        return None if when is None else when - self._began
 
     def _positions(self, scored: tuple[TokenLogprobs | None, ...]) -> list[PositionLogprobs | None]:
         token_ids = self._prompt_token_ids[self._request.params.prompt_logprobs_start :]

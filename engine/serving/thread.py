@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ _LOG = logging.getLogger(__name__)
 
 # Bounds the pause of running rows while a large batch is handed in; a submit costs microseconds.
 _COMMANDS_PER_STEP = 256
+JOIN_SECONDS = 60.0
+"""How long a close waits for the engine: a device that hangs must not keep the process."""
 
 
 class EngineDead(RuntimeError):
@@ -84,6 +87,7 @@ class EngineThread:
         self._live: dict[str, _Live] = {}
         self._started: concurrent.futures.Future[EngineInfo] = concurrent.futures.Future()
         self._failure: str | None = None
+        self._step_began: float | None = None
         # Makes "dead?" and "queue it" one act, so that nothing is queued after the last look.
         # Reentrant, since a finalizer may close the engine in the middle of a submit.
         self._lock = threading.RLock()
@@ -159,16 +163,33 @@ class EngineThread:
         self._put(_Call(function, future))
         return future
 
-    def close(self, *, should_wait: bool = True) -> None:
+    def close(self, seconds: float = JOIN_SECONDS) -> bool:
         """Ends live requests with EngineDead and closes the core; idempotent.
 
         Args:
-          should_wait: whether to return only when the core is closed. One that is still being
-            built is closed once it is.
+          seconds: how long to wait until the core is closed. One that is still being built is
+            closed once it is; one whose device hangs never is.
+
+        Returns:
+          False when it has not been closed by then.
         """
         self._inbox.put(_Close())
-        if should_wait and threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+        if seconds and self._thread.is_alive():
+            _LOG.warning("the engine has not ended after %g s; its memory stays taken", seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def is_closed(self) -> bool:
+        """True when the core is closed and the thread has ended."""
+        return not self._thread.is_alive()
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the step that runs has run, recovery included; 0.0 when none does."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def _put(self, command: _Command) -> None:
         with self._lock:
@@ -198,12 +219,14 @@ class EngineThread:
     def _serve(self, core: Core) -> None:
         is_busy = False
         while self._take_commands(core, should_wait=not is_busy):
+            self._step_began = time.monotonic()
             try:
                 is_busy = core.step()
             except Exception as error:
                 _LOG.exception("a step failed; what was in flight runs again")
                 core.recover(_kind(error))
                 is_busy = True
+            self._step_began = None
             self._deliver(core, core.poll())
             if not is_busy and not core.is_idle:
                 raise RuntimeError("requests are live but none of them can run")

@@ -7,7 +7,9 @@ import dataclasses
 import http.client
 import itertools
 import math
+import ssl
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,13 +72,31 @@ def read(url: str) -> Sample:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
             return Sample.parse(answer.read().decode(), time.monotonic())
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
-        # A gRPC port answers in bytes of its own.
-        is_http = isinstance(error, OSError)
-        reason = getattr(error, "reason", error) if is_http else "what answers is not HTTP"
-        raise OSError(
-            f"no metrics at {url} ({reason}); start the server with --metrics-port and name that "
-            "address"
-        ) from error
+        reason, way = _fault(url, error)
+        raise OSError(f"no metrics at {url} ({reason}); {way}") from error
+
+
+def _fault(url: str, error: Exception) -> tuple[str, str]:
+    """What happened, and the way out."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    way = "start the server with --metrics-port and name that address"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate was not accepted: {cause.verify_message}",
+            "name the server's own --metrics-port, which is plain http://",
+        )
+    if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
+        return (
+            f"it ended TLS: {cause.reason}; it may want a client certificate, which is not shown",
+            "name the server's own --metrics-port, which is plain http://",
+        )
+    if isinstance(cause, ssl.SSLError):
+        return f"its answer is no TLS: {cause.reason}", "write http://"
+    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError):
+        return "it closed the connection; it may speak TLS or gRPC", way
+    if not isinstance(cause, OSError | str):  # a gRPC port answers in bytes of its own
+        return "what answers is not HTTP", way
+    return str(cause), way
 
 
 class View:

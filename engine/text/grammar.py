@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from engine.config import LIMITS, Limits
 from engine.request import StructuredOutput
+from engine.text import grammar_errors
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ _RECENT = 32
 _SPELT_BYTES = 64
 """Bytes of a forced text that are spelt at once."""
 _ERROR_CHARS = 400
+_ROW_ITEMS = 1200
+"""Ways in which an output may be read at once: enough for as many choices as are allowed. The cost
+of an id of an ambiguous grammar grows with the square of it."""
 
 
 def is_installed() -> bool:
@@ -115,14 +120,15 @@ class GrammarCompiler:
 
         vocabulary = self._vocabulary.result()
         size = self._limits.grammar_symbols
-        limits = llguidance.LLParserLimits(max_grammar_size=size)
+        limits = llguidance.LLParserLimits(
+            max_grammar_size=size, max_items_in_row=_ROW_ITEMS, verbose_errors=False
+        )
         text = _grammar_text(structured)
         matcher = llguidance.LLMatcher(vocabulary, text, limits=limits, log_level=0)
         if matcher.is_error():
-            raise _refused(structured, matcher.get_error())
-        # Its first mask is the dearest one, and copies of the matcher keep what it found.
-        grammar = CompiledGrammar(matcher, self._num_words)
-        if not grammar.matcher().mask().any():
+            raise _refused(structured, _reason(structured, matcher.get_error()))
+        grammar = CompiledGrammar(matcher, self._num_words, self._limits.grammar_accept_ms)
+        if not grammar.first_mask.any():
             raise _refused(structured, "no first token is allowed")
         return grammar
 
@@ -130,35 +136,68 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A grammar at its start."""
 
-    def __init__(self, start: llguidance.LLMatcher, num_words: int) -> None:
+    def __init__(self, start: llguidance.LLMatcher, num_words: int, accept_ms: int) -> None:
         self._start = start
         self._num_words = num_words
+        self._accept_ms = accept_ms
+        # Copies share what the package has found of the vocabulary, behind a lock of its own, for
+        # which it waits with the interpreter in its hands (1.9.1): so they come one at a time.
+        self._lock = threading.Lock()
+        self.first_mask = self.matcher().mask()
+        """i32[words]: what may come first. The dearest of its masks, so it is made here, once."""
 
     def matcher(self) -> GrammarMatcher:
         """One that has seen no id."""
-        return GrammarMatcher(self._start.deep_copy(), self._num_words)
+        copy = self._start.deep_copy()
+        return GrammarMatcher(copy, self._num_words, self._accept_ms, self._lock)
 
 
 class GrammarMatcher:
     """Where one output stands in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        num_words: int,
+        accept_ms: int,
+        lock: threading.Lock,
+    ) -> None:
         self._matcher = matcher
         self._num_words = num_words
+        self._accept_ms = accept_ms
+        self._lock = lock
+        self._is_slow = False
 
     def accept(self, token_id: int) -> bool:
-        """Goes past an id; False: the grammar does not allow it here."""
-        return self._matcher.consume_token(token_id)
+        """Goes past an id; False: the grammar does not allow it here, or it took too long.
+
+        The package keeps the interpreter meanwhile (1.9.1), and what an ambiguous grammar costs
+        grows with every id: so it ends here, by the time of this thread alone.
+        """
+        with self._lock:
+            began = time.thread_time()
+            is_accepted = self._matcher.consume_token(token_id)
+            self._is_slow = time.thread_time() - began > self._accept_ms / 1e3
+        return is_accepted and not self._is_slow
 
     def mask(self) -> np.ndarray:
         """i32[words]: what may come next. Of a matcher that broke, over a limit, nothing may."""
         words = np.zeros(self._num_words, np.int32)
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        with self._lock:
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         # Of a broken matcher the package would let the end ids pass: half an output as a whole one.
         if not self._matcher.is_error():
             num_words = min(len(words), len(found))
             words[:num_words] = found[:num_words]
         return words
+
+    @property
+    def fault(self) -> str:
+        """The limit it went over; empty while it has not."""
+        if self._is_slow:
+            return f"one id took longer than {self._accept_ms} ms, the limit"
+        lines = self._matcher.get_error().splitlines()
+        return lines[0][:_ERROR_CHARS] if lines else ""
 
     @property
     def is_complete(self) -> bool:
@@ -210,25 +249,55 @@ class _Spelling:
 
 
 def _grammar_text(structured: StructuredOutput) -> str:
-    from llguidance import LLMatcher, gbnf_to_lark
+    from llguidance import LLMatcher
+
+    match structured.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        case "json_schema":
+            _check_json(structured)
+            return LLMatcher.grammar_from_json_schema(structured.text)
+        case "regex":
+            return LLMatcher.grammar_from_regex(structured.text)
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(structured))
+        case "choice":
+            literals = (json.dumps(one, ensure_ascii=False) for one in structured.choices)
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
+
+
+def _check_json(structured: StructuredOutput) -> None:
+    """Finds what is no JSON: the package counts its own wrapper's columns."""
+    try:
+        json.loads(structured.text)
+    except json.JSONDecodeError as error:
+        place = grammar_errors.place(structured.text, error.pos)
+        raise _refused(structured, f"{place}: {error.msg}") from error
+    except RecursionError:
+        pass  # the package has a limit of its own, and names it
+
+
+def _lark(structured: StructuredOutput) -> str:
+    """The grammar in the notation of Lark; one of llama.cpp is rewritten."""
+    from llguidance import gbnf_to_lark
 
     try:
-        match structured.kind:
-            case "json_object":
-                return LLMatcher.grammar_from_json_schema('{"type": "object"}')
-            case "json_schema":
-                return LLMatcher.grammar_from_json_schema(structured.text)
-            case "regex":
-                return LLMatcher.grammar_from_regex(structured.text)
-            case "grammar":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(structured.text))
-            case "choice":
-                literals = (json.dumps(one, ensure_ascii=False) for one in structured.choices)
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
-    except (ValueError, gbnf_to_lark.GbnfToLarkError) as error:
+        return gbnf_to_lark.any_to_lark(structured.text)
+    except gbnf_to_lark.GbnfToLarkError as error:
+        place = grammar_errors.place(structured.text, error.pos.pos)
+        reason = str(error).removesuffix(f" at {error.pos}")
+        raise _refused(structured, f"{place}: {reason}") from error
+    except Exception as error:  # of no type of its own: a rule that is missing or there twice
         raise _refused(structured, str(error)) from error
 
 
+def _reason(structured: StructuredOutput, error: str) -> str:
+    from llguidance import gbnf_to_lark
+
+    is_lark = structured.kind != "grammar" or gbnf_to_lark.is_lark_syntax(structured.text)
+    return grammar_errors.reason(structured, error, is_rewritten=not is_lark)
+
+
 def _refused(structured: StructuredOutput, reason: str) -> ValueError:
-    short = " ".join(reason.split("<state>")[0].split())[:_ERROR_CHARS]
+    short = reason[:_ERROR_CHARS]
     return ValueError(f"structured, a {structured.kind}, cannot be compiled: {short}; correct it")

@@ -38,6 +38,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     )
 
 
+_BRIEF_CHARS = 1024
+"""Up to here a text is encoded in about a millisecond, and never behind a long one of another
+thread, which the library's own few threads may be busy with."""
+
+
 class Tokenizer:
     """Encodes text and decodes ids. Immutable after loading and safe to share between threads.
 
@@ -135,7 +140,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"text must be a string, got {type(text).__name__}")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _BRIEF_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the library's calls only those for batches leave the interpreter to other threads.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return encoding.ids
         except TypeError as error:  # what the library makes of half a surrogate pair
             place = next(i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff")
             raise ValueError(

@@ -75,6 +75,10 @@ class FakeStats:
     foreign_compiles: int = 0
     host_ms: Mapping[str, float] = types.MappingProxyType({})
 
+    @property
+    def host_ms_per_step(self) -> float:
+        return 0.3
+
 
 class FakeTokenizer:
     """Ids 0..255 are bytes, then four special tokens; the interface of `engine.text.tokenizer`."""
@@ -129,6 +133,7 @@ class _Choice:
     request: Request
     choice: int
     ids: list[int] = dataclasses.field(default_factory=list)
+    scheduled_at: float | None = None
 
 
 class FakeCore:
@@ -179,6 +184,8 @@ class FakeCore:
         self.recoveries: list[str] = []
         self._num_failures_in_a_row = 0
         self._error_prompts = error_prompts
+        self.is_callers_fault = False
+        """Whether those are told that it is their own fault."""
         self._waiting: collections.deque[_Choice] = collections.deque()
         self._running: list[_Choice] = []
         self._deltas: list[Delta] = []
@@ -215,12 +222,14 @@ class FakeCore:
         self.aborts.append((request_id, reason, choice))
         for one in self._live():
             if one.request.request_id == request_id and choice in (None, one.choice):
-                self._finish(one, Delta(request_id, one.choice, finish_reason=_reason(reason)))
+                delta = Delta(request_id, one.choice, finish_reason=_reason(reason))
+                self._finish(one, delta._replace(scheduled_at=one.scheduled_at))
 
     def step(self) -> bool:
         """One id, or `ids_per_step`, for every row; False when nothing is live."""
         while self._waiting and len(self._running) < self.info.max_rows:
             self._running.append(self._waiting.popleft())
+            self._running[-1].scheduled_at = time.perf_counter()
         if not self._running:
             return False
         self.num_steps += 1
@@ -260,7 +269,7 @@ class FakeCore:
             steps={"overlap": self.num_steps, "sync": 0, "eager": 0},
             device_rows=self.num_steps,
             host_rows=len(self.submitted),
-            host_ms={"schedule": 0.1, "launch": 0.1, "wait": 0.1, "settle": 0.1},
+            host_ms={"schedule": 0.1, "hand_over": 0.1, "launch": 0.3, "wait": 0.1, "settle": 0.1},
         )
 
     def reset_prefix_cache(self) -> None:
@@ -285,7 +294,7 @@ class FakeCore:
         if int(request.prompt_ids[0]) in self._error_prompts:
             error = f"request {request.request_id}: a logit was not finite"
             delta = Delta(request.request_id, one.choice, finish_reason="error", error=error)
-            self._finish(one, delta)
+            self._finish(one, delta._replace(is_callers_fault=self.is_callers_fault))
             return
         is_first = not one.ids
         new: list[int] = []
@@ -312,6 +321,7 @@ class FakeCore:
             prompt_logprobs=_prompt_logprobs(request) if is_first and one.choice == 0 else None,
             finish_reason=reason,
             stop_id=stop_id,
+            scheduled_at=one.scheduled_at,
         )
         if reason is None:
             self._deltas.append(delta)

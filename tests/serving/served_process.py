@@ -21,8 +21,8 @@ from engine.serving import cli
 from engine.serving.commands import startup
 
 _made = startup.make_async_llm
-startup.make_async_llm = lambda config, report: _made(
-    dataclasses.replace(config, row_rungs=(config.max_rows,), token_rungs=(64,)), report
+startup.make_async_llm = lambda config, report, tokenizer: _made(
+    dataclasses.replace(config, row_rungs=(config.max_rows,), token_rungs=(64,)), report, tokenizer
 )
 cli.main(sys.argv[1:])
 """

@@ -281,7 +281,7 @@ def test_log_lines_of_both_forms_carry_facts_and_traceback():
     made = record()
     made.facts = {"code": "INTERNAL"}
     text = logs.TextLines().format(made)
-    assert " ERROR treadle: it failed [code=INTERNAL]\nTraceback" in text
+    assert " ERROR treadle: it failed [code=INTERNAL]\n    Traceback" in text
     line = json.loads(logs.JsonLines().format(made))
     assert (line["message"], line["code"]) == ("it failed", "INTERNAL")
     assert "ValueError: why" in line["traceback"]
@@ -301,3 +301,60 @@ def test_configured_log_goes_to_one_place(form, monkeypatch):
     logging.getLogger("somebody.else").info("not at all")
     (line,) = lines.getvalue().splitlines()
     assert json.loads(line)["message"] == "once" if form == "json" else line.endswith(": once")
+
+
+_FORGED = "x\n2026-01-01 00:00:00,000 ERROR engine: forged\u2028line\x1b[2J] [code=OK"
+
+
+def test_what_a_caller_sends_makes_no_line_and_no_fact_of_its_own():
+    made = logging.LogRecord("engine", logging.INFO, "f", 1, f"said {_FORGED}", None, None)
+    made.facts = {"request_id": _FORGED, "code": "OK", "plain": "a-1"}
+    line = logs.TextLines().format(made)
+    assert len(line.splitlines()) == 1 and line.isprintable()
+    assert line.endswith('\\u001b[2J] [code=OK" code=OK plain=a-1]')
+    try:
+        raise ValueError(_FORGED)
+    except ValueError:
+        made = logging.LogRecord("engine", logging.ERROR, "f", 1, "failed", None, sys.exc_info())
+    first, *others = logs.TextLines().format(made).split("\n")
+    assert first.endswith("ERROR engine: failed")
+    assert others and all(line.startswith("    ") and line.isprintable() for line in others)
+
+
+class RecordedSpans:
+    """What would leave for a collector."""
+
+    def __init__(self):
+        self.request_ids = []
+
+    def begin(self, call):
+        return call
+
+    def end(self, span, code, request_id):
+        self.request_ids.append(request_id)
+
+
+def test_request_id_over_the_limit_is_refused_and_neither_logged_nor_recorded_whole(
+    monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    spans = RecordedSpans()
+    monkeypatch.setattr(interceptors.Calls, "__init__", _with_spans(spans))
+    with served() as (_, stub):
+        error = status(stub.Generate(ids(1, request_id="y" * 100_000), timeout=_SECONDS))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "request_id has 100000 characters, it must have 1 to 256"
+        list(stub.Generate(ids(1, request_id="z" * 256), timeout=_SECONDS))
+    short = f"{'y' * 32}... (100000 characters)"
+    assert spans.request_ids == [short, "z" * 256]
+    (first, second) = [r.facts["request_id"] for r in caplog.records if hasattr(r, "facts")]
+    assert (first, second) == (short, "z" * 256)
+
+
+def _with_spans(spans):
+    init = interceptors.Calls.__init__
+
+    def begun(self, registry, request_seconds=None, _=None):
+        init(self, registry, request_seconds, spans)
+
+    return begun

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -11,14 +12,16 @@ import threading
 import types
 
 import pytest
+import typer.main
 
 import engine.execution
-from engine.config import EngineConfig
-from engine.serving import cli, logs
+from engine.config import EngineConfig, Setting, SettingError
+from engine.serving import cli, grpc_server, llm, load, logs
 from engine.serving.client import Client
-from engine.serving.commands import batch, bench, demo, jsonl, startup
+from engine.serving.commands import batch, bench, demo, jsonl, options, startup
 from engine.serving.commands import serve as serve_command
 from engine.serving.llm import LLM, AsyncLLM
+from tests.serving import tiny_chat
 from tests.serving.fake_core import FakeCore, FakeTokenizer
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -34,6 +37,7 @@ class Run:
         self._capsys = capsys
         monkeypatch.setattr(startup, "make_llm", self._making(LLM))
         monkeypatch.setattr(startup, "make_async_llm", self._making(AsyncLLM))
+        monkeypatch.setattr(startup, "check_files", lambda config: FakeTokenizer())
 
     def __call__(self, *arguments):
         """Exit code, standard output and standard error."""
@@ -49,9 +53,10 @@ class Run:
             self.cores.append(self.make_core())
             return self.cores[-1]
 
-        def make(config, report):
+        def make(config, report, tokenizer=None):
             self.configs.append(config)
-            return face(config, progress=report, tokenizer=FakeTokenizer(), core_factory=start)
+            tokenizer = tokenizer or FakeTokenizer()
+            return face(config, progress=report, tokenizer=tokenizer, core_factory=start)
 
         return make
 
@@ -115,14 +120,49 @@ def test_help_does_not_import_jax():
             ("chat", "m", "--depth", "two"),
             "error: Invalid value for '--depth': Input should be a valid integer",
         ),
-        (("chat", "m", "--depth", "4"), "error: depth is 4, it must be 1 to 3"),
-        (("chat", "m", "--memory-fraction", "2"), "error: memory_fraction is 2.0, it must lie in"),
-        (("chat", "m", "--num-pages", "1"), "error: num_pages is 1, it must be at least 2"),
+        (("chat", "m", "--depth", "4"), "error: --depth is 4, it must be 1 to 3"),
+        (
+            ("chat", "m", "--memory-fraction", "2"),
+            "error: --memory-fraction is 2.0, it must lie in",
+        ),
+        (("chat", "m", "--num-pages", "1"), "error: --num-pages is 1, it must be at least 2"),
         (("generate", "m", "-i", "/no/such"), "error: No such file or directory: /no/such"),
         (("generate", "m", "-i", "x", "--prompt", "y"), "error: --prompt and --input are both"),
         (("bench", "m", "--shape", "1x2"), "error: --shape is '1x2', it must be NxIN+OUT"),
         (("bench", "m", "--shape", "0x2+3"), "error: --shape is '0x2+3', it must be NxIN+OUT"),
-        (("serve", "m", "--port", "70000"), "error: port is 70000, it must lie in [0, 65535]"),
+        (("serve", "m", "--port", "70000"), "error: --port is 70000, it must lie in [0, 65535]"),
+        (
+            ("serve", "m", "--tls-cert", "c"),
+            "error: --tls-cert and --tls-key belong together; give",
+        ),
+        (
+            ("serve", "m", "--tls-client-ca", "c"),
+            "error: --tls-client-ca needs --tls-cert and --tls-key;",
+        ),
+        (
+            ("serve", "m", "--profile-dir", "d"),
+            "error: --profile-dir is for the admin service; turn that on with --admin",
+        ),
+        (("serve", "m", "--max-queued", "-1"), "error: --max-queued is -1, a limit cannot be"),
+        (
+            ("serve", "m", "--max-receive-mib", "0"),
+            "error: --max-receive-mib (in bytes) is 0, it must lie in [1024, 2147483647]",
+        ),
+        (
+            ("serve", "m", "--masked-rows", "257"),
+            "error: --masked-rows is 257, it must be 0 to 256",
+        ),
+        (
+            ("serve", "m", "--otel-endpoint", "c"),
+            "error: --otel-endpoint is 'c', it must begin with",
+        ),
+        (("bench", "serve", "--requests", "0"), "error: --requests is 0, it must be at least 1"),
+        (
+            ("bench", "serve", "--output-len", "0"),
+            "error: --output-len is 0, it must be at least 1",
+        ),
+        (("bench", "serve", "--concurrency", "0"), "error: --concurrency is 0, the closed loop"),
+        (("bench", "serve", "--rate", "-1"), "error: --rate is -1.0, --arrivals poisson need"),
     ],
 )
 def test_bad_words_end_in_one_line_and_code_2(run, arguments, message):
@@ -132,6 +172,62 @@ def test_bad_words_end_in_one_line_and_code_2(run, arguments, message):
     assert message in err
     assert len(err.splitlines()) == 1
     assert not run.cores
+
+
+_SETTINGS = (EngineConfig, grpc_server.ServerSettings, load.Plan)
+
+
+@pytest.mark.parametrize("settings", _SETTINGS, ids=lambda one: one.__name__)
+def test_every_setting_is_named_by_an_option_that_exists_or_has_none(settings):
+    commands = typer.main.get_command(cli.app).commands
+    known = {name for command in commands.values() for one in command.params for name in one.opts}
+    fields = [field.name for field in dataclasses.fields(settings)]
+    fields = [field for field in fields if field not in ("model", "limits")]
+    named = {field: options.option_of(field) for field in fields}
+    for field, option in named.items():
+        has_option = field not in options.WITHOUT_OPTION
+        assert option.partition(" ")[0] in known if has_option else option == field, field
+    assert options.option_of("limits.n") == "limits.n"
+
+
+def test_setting_keeps_its_name_where_no_command_line_is(monkeypatch):
+    with pytest.raises(SettingError, match=r"^depth is 4, it must be 1 to 3$"):
+        EngineConfig("m", depth=4)
+    with pytest.raises(ValueError, match=r"^tls_cert and tls_key belong together; give both"):
+        grpc_server.ServerSettings(tls_cert=pathlib.Path("c"))
+
+
+def test_a_value_that_looks_like_a_setting_is_left_alone():
+    error = SettingError("prompt 'max_rows {depth}' needs ", Setting("max_rows"))
+    assert str(error) == "prompt 'max_rows {depth}' needs max_rows"
+    assert options.worded(error) == "prompt 'max_rows {depth}' needs --max-rows"
+    assert options.worded(error.behind("max_rows: ")).startswith("max_rows: prompt 'max_rows ")
+    assert options.worded(ValueError("max_rows")) == "max_rows"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_over_the_length_is_told_the_option_that_makes_room(run, tmp_path, stream):
+    words = "tokens but --max-model-len is 256; shorten it or start the engine with a larger --max-"
+    prompts = ["a" * 300, "b"] if stream else ["a" * 300]
+    source = _write(tmp_path / "in.jsonl", *({"prompt": one} for one in prompts))
+    _, out, _ = run("generate", "m", "-i", source)
+    assert words in json.loads(out.splitlines()[0])["error"]
+    code, _, err = run("bench", "m", "--shape", "1x300+1")
+    assert code == 2 and "raise --max-model-len" in err
+
+
+def test_errors_of_several_prompts_keep_their_settings():
+    with (
+        llm.LLM(
+            "fake", tokenizer=FakeTokenizer(), core_factory=lambda config, progress: FakeCore()
+        ) as one,
+        pytest.raises(SettingError) as caught,
+    ):
+        one.generate(["a", "a" * 300], use_progress_bar=False)
+    assert str(caught.value).startswith(
+        "prompts[1]: prompt has 301 tokens but max_model_len is 256"
+    )
+    assert "--max-model-len is 256" in options.worded(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +259,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(run):
         code, _, err = run(*arguments)
         assert code == 2
         assert "Traceback" in err
-        assert err.splitlines()[-1].startswith("error: depth is 4")
+        assert err.splitlines()[-1].startswith("error: --depth is 4")
 
 
 # Settings.
@@ -508,7 +604,7 @@ def test_chat_goes_on_after_a_message_that_is_too_long(run, monkeypatch):
     run.make_core = lambda: FakeCore(reply=lambda request, choice: [*b"Yes", 257])
     code, out, err = run("chat", "m")
     assert code == 0
-    assert "max_model_len is 256" in err
+    assert "--max-model-len is 256; shorten it or start the engine with a larger --max-" in err
     assert out == "Yes\n"
 
 
@@ -549,7 +645,9 @@ def test_bench_prints_a_table_and_writes_conditions(run, tmp_path):
     assert first["output_tokens_per_second"] == pytest.approx(8 / first["seconds"])
     assert first["total_tokens_per_second"] == pytest.approx(24 / first["seconds"])
     assert first["ms_per_output_step"] == pytest.approx(1e3 * first["seconds"] / 4)
-    assert first["host_ms"]["schedule"] == 0.1
+    assert first["host_ms"]["schedule"] == 0.1 and first["host_ms_per_step"] == 0.3
+    headings = [name for name in ("host ms", "hand_over ms", "launch ms") if name in table]
+    assert headings == ["host ms", "hand_over ms", "launch ms"]
     assert report["conditions"]["engine"]["lane"] == "overlap"
     assert report["conditions"]["settings"]["depth"] == 2
     measured = [one for one in run.cores[0].submitted if len(one.prompt_ids) == 8]
@@ -610,8 +708,9 @@ from engine.serving import cli
 from engine.serving.commands import startup
 from engine.serving.llm import AsyncLLM
 from tests.serving.fake_core import FakeCore, FakeTokenizer
-startup.make_async_llm = lambda config, report: AsyncLLM(
-    config, tokenizer=FakeTokenizer(),
+startup.check_files = lambda config: FakeTokenizer()
+startup.make_async_llm = lambda config, report, tokenizer: AsyncLLM(
+    config, tokenizer=tokenizer,
     core_factory=lambda config, progress: FakeCore(step_seconds=0.02),
 )
 cli.main(sys.argv[1:])
@@ -688,6 +787,78 @@ def test_serve_on_a_port_in_use_is_one_line_and_code_1(run):
         "another --port or --host\n"
     )
     assert not run.cores
+
+
+_DAMAGE = {
+    "no model": (
+        lambda folder: folder / "none",
+        "none' does not exist; give a directory or a .gguf",
+    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "broken config": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json",
+    ),
+    "unknown architecture": (
+        lambda folder: (folder / "config.json").write_text(
+            '{"architectures": ["NoSuchForCausalLM"]}'
+        ),
+        "NoSuchForCausalLM",
+    ),
+    "broken weights": (
+        lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"x" * 9),
+        ".safetensors",
+    ),
+    "broken tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{"),
+        "tokenizer.json",
+    ),
+}
+
+
+@pytest.fixture
+def real_files(run, monkeypatch, tmp_path):
+    """A tiny model on disk, whose files are really looked at, and a port in use."""
+    monkeypatch.setattr(startup, "check_files", llm.check_files)
+    folder = tiny_chat.write(tmp_path / "tiny")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield folder, taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_serve_finds_what_is_wrong_with_the_model_before_it_takes_its_port(run, real_files, damage):
+    folder, port = real_files
+    change, words = _DAMAGE[damage]
+    found = change(folder)
+    model = found if isinstance(found, pathlib.Path) else folder
+    code, _, err = run("serve", model, "--port", port)
+    assert code == 2
+    assert words in err and "cannot listen" not in err and len(err.splitlines()) == 1
+    assert not run.cores
+
+
+def test_serve_takes_its_port_before_any_weights_are_read(run, real_files):
+    folder, port = real_files
+    code, _, err = run("serve", folder, "--port", port)
+    assert code == 1
+    assert err.startswith(f"error: cannot listen on 127.0.0.1:{port}; ")
+    assert not run.cores
+
+
+def test_serve_hands_the_tokenizer_it_has_checked_to_the_engine(run, monkeypatch):
+    checked, handed = FakeTokenizer(), []
+    monkeypatch.setattr(startup, "check_files", lambda config: checked)
+
+    def make(config, report, tokenizer):
+        handed.append(tokenizer)
+        raise RuntimeError("that was all")
+
+    monkeypatch.setattr(startup, "make_async_llm", make)
+    code, _, err = run("serve", "m", "--port", 0)
+    assert (code, err.splitlines()[-1]) == (1, "error: that was all")
+    assert handed == [checked]
 
 
 def test_serve_refuses_an_address_that_others_reach(run):

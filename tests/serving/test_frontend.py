@@ -533,3 +533,41 @@ def test_score_refuses_what_cannot_be_scored():
 def test_conversation_length_is_bounded():
     with pytest.raises(ValueError, match="messages has 4097 messages, it must have 1 to 4096"):
         frontend().check_messages([{}] * 4097)
+
+
+class Unread(FakeTokenizer):
+    """Refuses to be asked."""
+
+    def encode(self, text, add_special_tokens=True):
+        raise AssertionError("a text that cannot fit was encoded")
+
+
+@pytest.mark.parametrize(
+    ("ask", "found"),
+    [
+        (lambda one: one.prepare("a" * 177), "prompt has 177 bytes"),
+        (lambda one: one.prepare({"prompt": "\u00e9" * 90}), "prompt has 180 bytes"),
+        (lambda one: one.prepare_score("a" * 100, "b" * 77), "continuation has 177 bytes"),
+        (lambda one: one.prepare_score("", "b" * 177), "continuation has 177 bytes"),
+        (lambda one: one.encode("a" * 177, "chat"), "prompt has 177 bytes"),
+    ],
+    ids=range(5),
+)
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(ask, found):
+    words = (
+        f"{found} of text or more but max_model_len is 16 tokens of at most 11 bytes, 176 "
+        "together; shorten it or start the engine with a larger max_model_len"
+    )
+    with pytest.raises(ValueError, match=words):
+        ask(frontend(Unread()))
+
+
+def test_longest_text_that_may_fit_is_encoded():
+    with pytest.raises(AssertionError, match="was encoded"):
+        frontend(Unread()).prepare("a" * 176)
+    assert len(frontend().prepare("<assistant>" * 14).request.prompt_ids) == 15
+
+
+def test_bad_word_of_more_bytes_than_its_ids_could_have_is_refused_unread():
+    with pytest.raises(ValueError, match="a bad word has 89 characters, more than the 88 bytes of"):
+        frontend(Unread()).prepare([1], SamplingParams(max_tokens=1, bad_words=("w" * 89,)))

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-import urllib.request
 
 import grpc
 import openai
@@ -22,38 +17,23 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from engine.serving.client import Client
 from tests.serving import tiny_chat
+from tests.serving.gateway_process import (
+    ASK,
+    SECONDS,
+    Gateway,
+    Process,
+    count,
+    end_of,
+    ports,
+    until,
+)
 
-# Longer than a start on a busy machine without compiled programs at hand.
-_START_SECONDS = 400.0
-_SECONDS = 60.0
 _PAGE = 16
 _ENGINE = (
     *("--max-rows", "4", "--max-model-len", "1024", "--num-pages", "300"),
     *("--page-size", str(_PAGE), "--compilation-cache", "off", "--drain-seconds", "5"),
 )
-_ASK = [{"role": "user", "content": "Tell me a story"}]
-
-
-class Process:
-    """A command of ours whose lines go to a file."""
-
-    def __init__(self, log, *words):
-        self.log = log
-        with log.open("wb") as out:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", *words], stdout=out, stderr=out, start_new_session=True
-            )
-
-    def wait_for(self, words):
-        end = time.monotonic() + _START_SECONDS
-        while words not in self.log.read_text(errors="replace"):
-            assert self.popen.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.1)
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(_SECONDS)
+_STAGES = ("queue", "prefill", "decode", "inference")
 
 
 class Engine:
@@ -64,53 +44,13 @@ class Engine:
         self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
 
     def count(self, name):
-        return _count(self._metrics, name)
+        return count(self._metrics, name)
 
     def load(self):
         with grpc.insecure_channel(self.address) as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-            answer = stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(), timeout=_SECONDS)
+            answer = stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(), timeout=SECONDS)
         return answer.loads[0]
-
-
-class Gateway:
-    """A gateway's HTTP port."""
-
-    def __init__(self, port, metrics_port=None):
-        self.port = port
-        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=_SECONDS
-        )
-
-    def chat(self, messages=_ASK, **options):
-        options = {"max_tokens": 16, "temperature": 0.0} | options
-        return self.client.chat.completions.create(model="tiny", messages=messages, **options)
-
-    def post(self, path, body):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_SECONDS)
-        with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.load(answer)
-
-    def count(self, name):
-        return _count(self._metrics, name)
-
-
-def _count(url, name):
-    """A counter or gauge of Prometheus metrics, summed over its labels."""
-    with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
-        text = answer.read().decode()
-    return sum(float(one) for one in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))
-
-
-def _ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +61,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launched(model):
     """The one documented command: process, engine, gateway."""
-    http_port, port, metrics_port, gateway_metrics = _ports(4)
+    http_port, port, metrics_port, gateway_metrics = ports(4)
     words = ["--port", http_port, "--engine-port", port, "--metrics-port", metrics_port]
     words += ["--gateway-metrics-port", gateway_metrics]
     command = ("engine.serving.cli", "gateway", str(model), *map(str, words), *_ENGINE)
@@ -135,7 +75,7 @@ def launched(model):
         # Its children have groups of their own, which it ends.
         process.popen.terminate()
         process.popen.terminate()
-        process.popen.wait(_SECONDS)
+        process.popen.wait(SECONDS)
 
 
 @pytest.fixture
@@ -151,7 +91,7 @@ def gateway(launched):
 @pytest.fixture(scope="module")
 def pair(model, launched):
     """A second engine and a gateway before both: process of the new engine, engines, gateway."""
-    port, metrics_port, http_port, gateway_metrics = _ports(4)
+    port, metrics_port, http_port, gateway_metrics = ports(4)
     # After the first engine, so that its programs come from where that one left them.
     words = ("serve", str(model), "--port", str(port), "--metrics-port", str(metrics_port))
     second = Process(model.parent / "second.log", "engine.serving.cli", *words, *_ENGINE)
@@ -166,22 +106,12 @@ def pair(model, launched):
         balancer = Process(model.parent / "balancer.log", "smg", "launch", *words)
         gateway = Gateway(http_port, gateway_metrics)
         with contextlib.closing(gateway.client):
-            _until(lambda: gateway.count("smg_kv_event_subscriptions_total") == 2)
+            until(lambda: gateway.count("smg_kv_event_subscriptions_total") == 2)
             yield second, engines, gateway
     finally:
         second.kill()
         if balancer is not None:
             balancer.kill()
-
-
-def _until(is_true, seconds=_SECONDS):
-    end = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError):
-            if is_true():
-                return
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 # --- one engine behind the documented command ---
@@ -265,7 +195,7 @@ def test_stop_string_ends_the_work_in_the_engine(gateway, engine, is_stream):
     assert (content, reason) == (text[:end], "stop")
     # One byte is one token here.
     assert completion_tokens == end + len(stop)
-    _until(lambda: engine.count("vllm:generation_tokens_total") - before == completion_tokens)
+    until(lambda: engine.count("vllm:generation_tokens_total") - before == completion_tokens)
 
 
 def test_completions_take_text(gateway, engine):
@@ -280,7 +210,7 @@ def test_completions_take_text(gateway, engine):
 
 def test_anthropic_messages_are_the_same_answer(gateway):
     expected = gateway.chat().choices[0].message.content
-    body = {"model": "tiny", "messages": _ASK, "max_tokens": 16, "temperature": 0.0}
+    body = {"model": "tiny", "messages": ASK, "max_tokens": 16, "temperature": 0.0}
     status, answer = gateway.post("/v1/messages", body)
     assert status == 200 and answer["content"][0]["text"] == expected
     assert answer["usage"]["output_tokens"] == 16
@@ -291,6 +221,10 @@ def test_usage_is_what_the_engine_counted(gateway, engine):
         names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
         return [engine.count(name) for name in names]
 
+    names = ("e2e_request_latency", *(f"request_{one}_time" for one in _STAGES))
+    ended = {
+        f"vllm:{one}_seconds_count": engine.count(f"vllm:{one}_seconds_count") for one in names
+    }
     before = counted()
     asks = [{"n": 2, "temperature": 1.0}, {"max_tokens": 3}, {"max_tokens": 33}, {"logprobs": True}]
     usages = [gateway.chat(**options).usage for options in asks]
@@ -300,7 +234,9 @@ def test_usage_is_what_the_engine_counted(gateway, engine):
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
     ]
-    _until(lambda: [a - b for a, b in zip(counted(), before, strict=True)] == sums)
+    for name, number in ended.items():
+        until(lambda name=name, number=number: engine.count(name) - number == len(usages))
+    until(lambda: [a - b for a, b in zip(counted(), before, strict=True)] == sums)
     assert sums[1] == 2 * 16 + 3 + 33 + 16 + 16
 
 
@@ -318,11 +254,11 @@ def test_repeated_prompt_is_read_from_the_engines_cache(gateway, engine):
 def test_gateways_index_is_what_the_engine_holds(gateway, engine):
     status, _ = gateway.post("/flush_cache", {})
     assert status == 200
-    _until(lambda: gateway.count("smg_kv_index_blocks") == 0)
+    until(lambda: gateway.count("smg_kv_index_blocks") == 0)
     usage = gateway.chat([{"role": "user", "content": "x" * 100}], max_tokens=20).usage
     # The last id of an output has no place in the cache.
     full = (usage.prompt_tokens + usage.completion_tokens - 1) // _PAGE
-    _until(lambda: gateway.count("smg_kv_index_blocks") == full)
+    until(lambda: gateway.count("smg_kv_index_blocks") == full)
     assert gateway.count("smg_kv_event_parentless_stores_total") == 0
     assert gateway.count("smg_kv_event_gaps_total") == 0
 
@@ -403,8 +339,15 @@ def test_prompts_of_one_prefix_stay_on_the_engine_that_holds_it(pair):
     assert gateway.count("smg_kv_event_gaps_total") == 0
 
 
-def test_engine_killed_under_load_loses_no_request_that_is_not_a_stream(pair):
+def test_engine_killed_under_load_loses_no_request_and_cuts_its_streams_with_an_error(pair):
     second, engines, gateway = pair
+    streams = []
+    for number in range(4):
+        messages = [{"role": "user", "content": f"{number} stream " * 5}]
+        options = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        streams.append(gateway.chat(messages, stream=True, **options))
+        next(streams[-1])
+    num_on_second = engines[1].load().num_running_reqs
     before = engines[1].count("vllm:request_success_total")
 
     def ask(number):
@@ -413,7 +356,7 @@ def test_engine_killed_under_load_loses_no_request_that_is_not_a_stream(pair):
         return answer.usage.completion_tokens
 
     def kill():
-        _until(lambda: engines[1].count("vllm:request_success_total") > before)
+        until(lambda: engines[1].count("vllm:request_success_total") > before)
         second.kill()
 
     with concurrent.futures.ThreadPoolExecutor(8 + 1) as pool:
@@ -421,6 +364,11 @@ def test_engine_killed_under_load_loses_no_request_that_is_not_a_stream(pair):
         assert list(pool.map(ask, range(120))) == [24] * 120
         assert killed.done() and killed.result() is None
     assert second.popen.returncode == -signal.SIGKILL
+    ends = [end_of(stream) for stream in streams]
+    cut = [end for end in ends if isinstance(end, openai.APIError)]
+    assert 0 < len(cut) <= num_on_second < len(streams)
+    assert [end for end in ends if end not in cut] == [["length"]] * (len(streams) - len(cut))
+    assert all("Stream error" in str(end) for end in cut)
 
 
 # --- the end ---
@@ -429,7 +377,7 @@ def test_engine_killed_under_load_loses_no_request_that_is_not_a_stream(pair):
 def test_one_signal_ends_gateway_and_engine_well(launched):
     process, engine, gateway = launched
     process.popen.terminate()
-    assert process.popen.wait(_SECONDS) == 0
+    assert process.popen.wait(SECONDS) == 0
     for port in (gateway.port, int(engine.address.partition(":")[2])):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=_SECONDS)
+            socket.create_connection(("127.0.0.1", port), timeout=SECONDS)

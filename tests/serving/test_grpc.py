@@ -430,3 +430,16 @@ def test_stop_signals_count():
         return first, (signals.drain.is_set(), signals.hurry.is_set())
 
     assert asyncio.run(main()) == ((True, False), (True, True))
+
+
+def test_fault_of_what_was_asked_for_is_told_so_that_nobody_tries_again():
+    core = FakeCore(error_prompts=frozenset({13}))
+    core.is_callers_fault = True
+    with running(core) as server, Connected(server) as stub:
+        code, detail = _status(stub.Generate(_ids(13)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "a logit was not finite" in detail
+
+
+def test_long_text_is_tokenized_though_no_prompt_could_be_as_long(stub):
+    answer = stub.Tokenize(pb.TokenizeRequest(text="a" * 5000))
+    assert len(answer.token_ids) == 5001

@@ -5,6 +5,7 @@ import gc
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine.config import Limits
 from engine.scheduling.scheduler import QueueFull
 from engine.serving import llm as faces
 from engine.serving import outputs
-from engine.serving.outputs import RequestFailed
+from engine.serving.outputs import RequestFailed, RequestRefused
 from engine.serving.thread import EngineDead
 from tests.serving.fake_core import BOS, EOS, FakeCore, FakeInfo, FakeStats, FakeTokenizer
 
@@ -659,8 +660,8 @@ def test_async_score_and_long_text(make):
     llm = make(AsyncLLM).llm
 
     async def run():
-        with pytest.raises(ValueError, match="prompt has 5001 tokens but max_model_len is 256"):
-            await collect(llm.generate("x" * 5000))
+        with pytest.raises(ValueError, match="prompt has 2501 tokens but max_model_len is 256"):
+            await collect(llm.generate("x" * 2500))
         return await llm.score("ab", "c", logprobs=2)
 
     result = asyncio.run(run())
@@ -696,3 +697,42 @@ def test_async_shutdown_ends_streams(make):
     asyncio.run(run())
     assert made.core.is_closed
     assert not made.llm._thread._thread.is_alive()
+
+
+class Threads(FakeTokenizer):
+    """Remembers who asked for how much."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def encode(self, text, add_special_tokens=True):
+        self.asked.append((threading.current_thread() is threading.main_thread(), len(text)))
+        return super().encode(text, add_special_tokens)
+
+
+def test_texts_of_one_turn_of_the_event_loop_are_encoded_off_it_when_they_are_long_together(make):
+    tokenizer = Threads()
+    llm = make(AsyncLLM, tokenizer=tokenizer).llm
+
+    async def run():
+        await asyncio.gather(*(llm.score("a" * 100, "b" * 20) for _ in range(60)))
+        on_loop = sum(length for is_loop, length in tokenizer.asked if is_loop)
+        assert on_loop <= 3 * 1024, "an item is read about twice"
+        assert len(tokenizer.asked) == 120
+        tokenizer.asked.clear()
+        await llm.score("a" * 100, "b" * 20)
+        assert [is_loop for is_loop, _ in tokenizer.asked] == [True, True]
+        tokenizer.asked.clear()
+        await collect(llm.generate({"prompt": "a" * 1100}, GREEDY))
+
+    with pytest.raises(ValueError, match="prompt has 1101 tokens but max_model_len is 256"):
+        asyncio.run(run())
+    assert tokenizer.asked == [(False, 1100)]
+
+
+def test_request_that_can_never_be_done_is_told_apart_from_one_that_failed(make):
+    made = make(error_prompts=frozenset({9}))
+    made.core.is_callers_fault = True
+    with pytest.raises(RequestRefused, match="a logit was not finite"):
+        list(made.llm.stream([9]))

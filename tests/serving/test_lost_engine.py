@@ -122,7 +122,8 @@ class Hanging(FakeCore):
     def close(self):
         threading.Event().wait()
 
-startup.make_async_llm = lambda config, report: AsyncLLM(
+startup.check_files = lambda config: None
+startup.make_async_llm = lambda config, report, tokenizer: AsyncLLM(
     config, tokenizer=None, core_factory=lambda config, progress: Hanging(fail_at_step=2)
 )
 cli.main(sys.argv[1:])

@@ -1,3 +1,5 @@
+import concurrent.futures
+import functools
 import time
 import urllib.request
 
@@ -47,8 +49,10 @@ def _finished(**changes):
         "num_prompt_tokens": 5,
         "num_output_tokens": 8,
         "finish_reasons": ("stop", "length"),
+        "queue_seconds": 0.125,
         "first_token_seconds": 0.5,
-        "total_seconds": 2.0,
+        "last_token_seconds": 2.0,
+        "total_seconds": 2.25,
     }
     return metrics.FinishedRequest(**fields | changes)
 
@@ -75,13 +79,35 @@ def test_a_finished_request_is_counted_under_vllms_names():
     assert scraped("vllm:time_per_output_token_seconds_count") == 1
 
 
+_STAGES = ("queue", "prefill", "decode", "inference")
+
+
+def _counts(scraped):
+    return [int(scraped(f"vllm:request_{stage}_time_seconds_count")) for stage in _STAGES]
+
+
+def test_stages_of_a_request_join_without_a_gap():
+    registry, made = _made()
+    made.finish(_finished())
+    scraped = _scrape(registry)
+    sums = [scraped(f"vllm:request_{stage}_time_seconds_sum") for stage in _STAGES]
+    assert sums == [0.125, 0.375, 1.5, 1.875]
+    assert _counts(scraped) == [1, 1, 1, 1]
+    assert scraped("vllm:e2e_request_latency_seconds_sum") == 2.25
+
+
 def test_a_request_that_ended_before_its_first_token_has_no_first_token_time():
     registry, made = _made()
-    made.finish(_finished(first_token_seconds=None, num_output_tokens=0, finish_reasons=("abort",)))
+    nothing = {"first_token_seconds": None, "last_token_seconds": None, "num_output_tokens": 0}
+    made.finish(_finished(finish_reasons=("abort",), **nothing))
     scraped = _scrape(registry)
     assert scraped("vllm:time_to_first_token_seconds_count") == 0
-    assert scraped("vllm:e2e_request_latency_seconds_count") == 1
-    assert scraped("vllm:request_success_total", finished_reason="abort") == 1
+    assert _counts(scraped) == [1, 0, 0, 0]
+    made.finish(_finished(finish_reasons=("abort",), queue_seconds=None, **nothing))
+    scraped = _scrape(registry)
+    assert _counts(scraped) == [1, 0, 0, 0]
+    assert scraped("vllm:e2e_request_latency_seconds_count") == 2
+    assert scraped("vllm:request_success_total", finished_reason="abort") == 2
 
 
 def test_counters_of_the_core_are_read_at_every_scrape():
@@ -160,6 +186,26 @@ def test_a_server_shows_what_it_served_refused_and_lost():
     assert scraped("vllm:generation_tokens_total") >= 5
     assert scraped("treadle:requests_refused_total", code="INVALID_ARGUMENT") == 1
     assert scraped("treadle:steps_total", lane="overlap") == core.num_steps
+
+
+def test_every_stage_of_every_finished_request_of_a_server_is_timed():
+    core = FakeCore(info=FakeInfo(max_rows=2), step_seconds=0.002)
+    with running(core, metrics_port=0) as server, Client(server.address, timeout=20.0) as client:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            ask = functools.partial(client.generate, params={"max_tokens": 5})
+            list(pool.map(ask, [[i] for i in range(1, 13)]))
+        scraped = _until_counted(server, "length")
+    assert scraped("vllm:request_success_total", finished_reason="length") == 12
+    assert _counts(scraped) == [12, 12, 12, 12]
+
+    def total(name):
+        return scraped(f"vllm:{name}_seconds_sum")
+
+    stages = {stage: total(f"request_{stage}_time") for stage in _STAGES}
+    assert all(seconds > 0 for seconds in stages.values())
+    assert stages["queue"] + stages["prefill"] == pytest.approx(total("time_to_first_token"))
+    assert stages["prefill"] + stages["decode"] == pytest.approx(stages["inference"])
+    assert stages["queue"] + stages["inference"] <= total("e2e_request_latency") + 1e-9
 
 
 def test_a_request_that_failed_in_the_engine_counts_as_error():

@@ -1,11 +1,9 @@
 """Who gets in: TLS, client certificates, bearer tokens, loopback, the admin service."""
 
 import asyncio
-import dataclasses
 import hmac
 import pathlib
 import shutil
-import subprocess
 import time
 
 import grpc
@@ -19,6 +17,7 @@ from engine.serving.grpc_server import SERVICE, ServerSettings
 from proto.treadle.v1 import admin_pb2, admin_pb2_grpc
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
+from tests.serving import certificates
 from tests.serving.fake_core import FakeCore
 from tests.serving.running_server import RunningServer, running
 
@@ -27,45 +26,18 @@ _TOKENS = ("first-token-of-two-0123456789", "second-token-of-two-9876543210")
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-@dataclasses.dataclass(frozen=True)
-class Files:
-    """An authority, and what it signed."""
-
-    ca: pathlib.Path
-    cert: pathlib.Path
-    key: pathlib.Path
-
-
-def _openssl(*arguments):
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
-
-
-def _authority(folder, name):
-    """An authority with one certificate for localhost that server and client show alike."""
-    ca, ca_key = folder / f"{name}-ca.pem", folder / f"{name}-ca.key"
-    cert, key, request = (folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    _openssl("req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-subj", f"/CN={name}")
-    _openssl("req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=localhost")
-    names = folder / "names"
-    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    signed = ("-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-extfile", names, "-days", 2)
-    _openssl("x509", "-req", "-in", request, "-out", cert, *signed)
-    return Files(ca, cert, key)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
-    return _authority(tmp_path_factory.mktemp("tls"), "ours")
+    return certificates.authority(tmp_path_factory.mktemp("tls"), "ours")
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
-    return _authority(tmp_path_factory.mktemp("tls"), "others")
+    return certificates.authority(tmp_path_factory.mktemp("tls"), "others")
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +279,7 @@ def test_open_host_is_refused_before_anything_is_loaded():
     [
         ({"tls_cert": "c"}, "tls_cert and tls_key belong together"),
         ({"tls_client_ca": "c"}, "tls_client_ca needs tls_cert and tls_key"),
-        ({"profile_dir": "d"}, "profile_dir is for the admin service; turn that on with --admin"),
+        ({"profile_dir": "d"}, "profile_dir is for the admin service; turn that on with admin"),
         ({"request_seconds": 0.0}, r"request_seconds is 0.0, it must lie in \(0, 86400\]"),
     ],
 )

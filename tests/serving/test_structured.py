@@ -174,7 +174,7 @@ def test_bad_form_is_refused_before_anything_runs(llm):
 
 def test_engine_without_masked_rows_names_the_setting(llm, monkeypatch):
     monkeypatch.setattr(llm.frontend, "_grammars", None)
-    with pytest.raises(ValueError, match=r"start it with masked_rows \(--masked-rows\)"):
+    with pytest.raises(ValueError, match=r"start it with masked_rows, such as 16"):
         llm.generate(["a"], params(CHOICE), use_progress_bar=False)
 
 

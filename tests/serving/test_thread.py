@@ -319,7 +319,7 @@ def test_close_that_does_not_wait_closes_a_core_still_being_built():
         return core
 
     thread = EngineThread(build)
-    thread.close(should_wait=False)
+    thread.close(0.0)
     may_start.set()
     thread.close()
     assert core.is_closed

@@ -17,7 +17,7 @@ def sample(seconds, produced=0, **stats):
     made = metrics.Metrics(registry, FakeInfo(), lambda: FakeStats(**stats))
     made.produce(produced)
     for first in (0.02, 0.02, 0.4):
-        made.finish(metrics.FinishedRequest(10, 5, ("stop",), first, 1.0))
+        made.finish(metrics.FinishedRequest(10, 5, ("stop",), 0.01, first, 1.0, 1.0))
     return top.Sample.parse(prometheus_client.generate_latest(registry).decode(), seconds)
 
 

@@ -227,6 +227,55 @@ def test_bad_forms_are_refused_by_name(compiler, structured, reason):
     assert reason in str(caught.value) and len(str(caught.value)) < 600
 
 
+PLACES = {
+    "lark": ("grammar", 'start: a\na: "x" ** 3', "line 2, column 9: Expected value"),
+    "lark, a name": ("grammar", 'start: "a"\n  | b', 'line 1, column 8: unknown name: "b"'),
+    "lark, wide": ("grammar", 'start: "猫é" )', "line 1, column 13: expecting rule, token"),
+    "lark, a regex": ("grammar", 'start: a\na: "é" /ab[/', "line 2, column 11: unclosed char"),
+    "lark, two lines": ("grammar", "start: a\na: /x(\n/", 'line 2, column 4: invalid regex "x('),
+    "lark, JSON": ("grammar", 'start: "é" %json {"type": ]}', "line 1, column 27: failed to parse"),
+    "gbnf": ("grammar", 'root ::= "a" |\n  @', "line 2, column 3: Expected name"),
+    "gbnf, the end": ("grammar", "root ::= [0-9", "line 1, column 14: Unexpected end of input"),
+    "gbnf, a rule": ("grammar", 'root ::= "a"\n  b\nb ::= [z-a]', "line 2, column 4: Expected ::="),
+    "gbnf, a range": ("grammar", "root ::= b\nb ::= [z-a]", "line 2, column 8: invalid character"),
+    "gbnf, an escape": ("grammar", "root ::= b\nb ::= [b-\\u0041]", "in the regular expression ["),
+    "gbnf, a name": ("grammar", 'root ::= sign\nsgn ::= "a"', "Rule 'sign' not found; correct it"),
+    "regex": ("regex", "ab[z-a]", "line 1, column 4: invalid character class range"),
+    "regex, wide": ("regex", "é猫(", "line 1, column 3: unclosed group"),
+    "regex, slashes": ("regex", "a/b/\\/(", "line 1, column 7: unclosed group"),
+    "regex, lines": ("regex", "a/\n\t(b", "line 2, column 2: unclosed group"),
+    "schema": ("json_schema", '{"type":\n "string",}', "line 2, column 11: "),
+    "schema, wide": ("json_schema", '{"é": 猫}', "line 1, column 7: Expecting value"),
+    "schema, a number": ("json_schema", '{"a": NaN}', "line 1, column 7: expected value"),
+    "schema, depth": ("json_schema", "[\n" * 200 + "]" * 200, "line 125, column 1: recursion"),
+    "schema, a pattern": (
+        "json_schema",
+        '{"type": "string", "pattern": "ab["}',
+        "in the regular expression ab[, column 3: unclosed character class",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_place_of_an_error_is_one_of_the_callers_own_text(compiler, name):
+    kind, text, words = PLACES[name]
+    with pytest.raises(ValueError) as caught:
+        compiler.compile(StructuredOutput(kind, text))
+    assert str(caught.value).startswith(f"structured, a {kind}, cannot be compiled: {words}")
+    assert str(caught.value).endswith("; correct it") and "\n" not in str(caught.value)
+
+
+def test_error_of_a_choice_has_no_place_of_the_grammar_made_of_it(smollm2):
+    compiler = GrammarCompiler(
+        smollm2, smollm2.vocab_size, smollm2.eos_ids, Limits(grammar_symbols=5)
+    )
+    with pytest.raises(
+        ValueError, match=r"structured, a choice, cannot be compiled: [a-z]"
+    ) as caught:
+        compiler.compile(StructuredOutput("choice", choices=tuple("abcdefghijklmnop" * 20)))
+    assert not re.search(r"line \d|\d\(\d", str(caught.value))
+
+
 def test_grammar_over_the_size_limit_is_refused(smollm2):
     compiler = GrammarCompiler(
         smollm2, smollm2.vocab_size, smollm2.eos_ids, Limits(grammar_symbols=50)
@@ -292,3 +341,45 @@ def test_without_the_extra_the_install_command_is_named(smollm2, monkeypatch):
 def test_model_without_an_end_id_is_refused(smollm2):
     with pytest.raises(ValueError, match="needs a model with an end id; this one has none"):
         GrammarCompiler(smollm2, smollm2.vocab_size, ())
+
+
+AMBIGUOUS = (
+    'start: s\ns: s s s | s s | "a" | ""',
+    'start: start start | "a"',
+    "start: s\ns: " + " | ".join("s " * k for k in range(2, 6)) + " | /[a-z]/",
+)
+
+
+@pytest.mark.parametrize("text", AMBIGUOUS, ids=range(len(AMBIGUOUS)))
+def test_ambiguous_grammar_stops_at_a_limit_by_name_before_its_ids_cost_much(smollm2, text):
+    limits = Limits(grammar_accept_ms=10)
+    compiler = GrammarCompiler(smollm2, smollm2.vocab_size, smollm2.eos_ids, limits)
+    matcher, draw = compiler.compile(StructuredOutput("grammar", text)).matcher(), random.Random(3)
+    ends, dearest, is_accepted = set(smollm2.eos_ids), 0.0, True
+    for _ in range(400):
+        chosen = draw.choice([i for i in allowed(matcher.mask()).tolist() if i not in ends])
+        began = time.thread_time()
+        is_accepted = matcher.accept(chosen)
+        dearest = max(dearest, time.thread_time() - began)
+        if not is_accepted:
+            break
+    assert not is_accepted and not matcher.is_complete
+    assert re.match("one id took longer than 10 ms, the limit|Parser Error: .*max", matcher.fault)
+    assert dearest < 0.25, "the first id over the limit is the last one"
+
+
+def test_first_mask_of_a_grammar_is_that_of_a_fresh_matcher(compiler):
+    compiled = compiler.compile(StructuredOutput("regex", "[ab]c"))
+    assert compiled.first_mask.any()
+    assert np.array_equal(compiled.first_mask, compiled.matcher().mask())
+
+
+def test_grammar_that_its_parser_cannot_follow_says_which_limit_it_met(compiler, smollm2):
+    # 24 doublings: the mask allows an id that the parser has no room for.
+    rules = (f"{chr(97 + i)}: {chr(98 + i)} {chr(98 + i)}" for i in range(24))
+    text = "start: a\n" + "\n".join(rules) + '\ny: "x"'
+    matcher = compiler.compile(StructuredOutput("grammar", text)).matcher()
+    (chosen, *_) = smollm2.encode("xxxx", add_special_tokens=False)
+    assert chosen in allowed(matcher.mask())
+    assert not matcher.accept(chosen) and matcher.fault
+    assert not matcher.mask().any()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import pytest
 import tokenizers
@@ -223,3 +224,31 @@ def test_text_that_is_no_text_is_refused(smollm2):
         smollm2.encode(7)
     with pytest.raises(ValueError, match="half a surrogate pair at character 2"):
         smollm2.encode("ab\ud800")
+
+
+def test_long_text_is_encoded_like_a_short_one_and_refused_like_it(smollm2):
+    text = "Once upon a time, <|im_start|> 1234 \u00e9\n" * 100
+    assert len(text) > tokenizer_module._BRIEF_CHARS
+    assert smollm2.encode(text) == smollm2._backend.encode(text).ids
+    with pytest.raises(ValueError, match="half a surrogate pair at character 3000"):
+        smollm2.encode(text[:3000] + "\ud800")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2):
+    ticks, is_over = [], threading.Event()
+
+    def tick():
+        while not is_over.wait(0.001):
+            ticks.append(True)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    while not ticks:
+        pass
+    before = len(ticks)
+    num_ids = len(smollm2.encode("a " * 200_000))
+    during = len(ticks) - before
+    is_over.set()
+    ticker.join()
+    # With the interpreter kept there is one tick at most; some 500 ms have room for hundreds.
+    assert num_ids == 200_001 and during >= 8

@@ -189,7 +189,7 @@ async def _answer_all(
         try:
             return {"id": line.record_id, **await handle(llm, line)}
         except (ValueError, TypeError) as error:
-            return {"id": line.record_id, "error": f"line {line.number}: {error}"}
+            return {"id": line.record_id, "error": f"line {line.number}: {options.worded(error)}"}
 
     width = max(_ROWS_AHEAD * llm.info.max_rows, 1)
     columns = (

@@ -68,8 +68,10 @@ class Result:
     ms_per_output_step: float
     """`seconds` over output tokens of one request: prefill is spread over the steps."""
     median_first_token_seconds: float | None
+    host_ms_per_step: float
+    """What a step takes of the engine's thread, over its recent steps; launches run beside it."""
     host_ms: dict[str, float]
-    """Median host time of a step by stage, over the engine's recent steps."""
+    """Medians of its stages, and of launch and wait."""
 
 
 @options.with_engine_options
@@ -128,6 +130,7 @@ def measure(llm: LLM, shape: Shape, rng: np.random.Generator) -> Result:
     began = time.monotonic()
     outputs = _generate(llm, shape, rng, shape.num_output_tokens)
     seconds = time.monotonic() - began
+    stats = llm.stats()
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     num_total = num_output + shape.num_requests * shape.prompt_len
     firsts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
@@ -138,7 +141,8 @@ def measure(llm: LLM, shape: Shape, rng: np.random.Generator) -> Result:
         total_tokens_per_second=num_total / seconds,
         ms_per_output_step=1e3 * seconds / shape.num_output_tokens,
         median_first_token_seconds=statistics.median(firsts) if firsts else None,
-        host_ms=dict(llm.stats().host_ms),
+        host_ms_per_step=stats.host_ms_per_step,
+        host_ms=dict(stats.host_ms),
     )
 
 
@@ -174,12 +178,14 @@ def _print(table: rich.table.Table) -> None:
 def _table(results: list[Result]) -> rich.table.Table:
     stages = list(dict.fromkeys(stage for result in results for stage in result.host_ms))
     table = rich.table.Table(
-        caption="random ids, greedy; prefill is spread over the steps", box=rich.box.SIMPLE
+        caption="random ids, greedy; prefill is spread over the steps; host is schedule, pack, "
+        "hand_over and settle, the engine's thread; launch runs beside it, or in hand_over",
+        box=rich.box.SIMPLE,
     )
     table.add_column("shape", justify="right", no_wrap=True)
     for heading in ("out tok/s", "all tok/s", "ms/out step", "first token s", "seconds"):
         table.add_column(heading, justify="right")
-    for stage in stages:
+    for stage in ("host", *stages):
         table.add_column(f"{stage} ms", justify="right")
     for result in results:
         first = result.median_first_token_seconds
@@ -190,6 +196,7 @@ def _table(results: list[Result]) -> rich.table.Table:
             f"{result.ms_per_output_step:.2f}",
             "-" if first is None else f"{first:.3f}",
             f"{result.seconds:.2f}",
+            f"{result.host_ms_per_step:.3f}",
             *(f"{result.host_ms.get(stage, float('nan')):.3f}" for stage in stages),
         )
     return table

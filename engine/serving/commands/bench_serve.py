@@ -21,6 +21,8 @@ from engine.serving.client import ADDRESS
 from engine.serving.commands import startup
 
 if TYPE_CHECKING:
+    import grpc
+
     from engine.serving import load
 
 _FILE_WIDTH = 100
@@ -77,6 +79,18 @@ def bench_serve(
             rich_help_panel=_ACCESS,
         ),
     ] = None,
+    tls_cert: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM certificate to show to a server with mTLS.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="PEM key of it.", rich_help_panel=_ACCESS),
+    ] = None,
     json_file: Annotated[
         pathlib.Path | None,
         typer.Option("--json", metavar="FILE", help="Also write figures and conditions here."),
@@ -111,7 +125,8 @@ def bench_serve(
         seed=seed,
     )
     console = startup.error_console()
-    model_name, seen = asyncio.run(_run(address, plan, protocol, token_file, tls_ca, console))
+    tls = _credentials(tls_ca, tls_cert, tls_key)
+    model_name, seen = asyncio.run(_run(address, plan, protocol, token_file, tls, console))
     found = load.figures(seen)
     printed = rich.console.Console()
     if not printed.is_terminal:
@@ -144,7 +159,7 @@ async def _run(
     plan: load.Plan,
     protocol: load.Protocol,
     token_file: pathlib.Path | None,
-    tls_ca: pathlib.Path | None,
+    tls: grpc.ChannelCredentials | None,
     console: rich.console.Console,
 ) -> tuple[str, list[load.Seen]]:
     import grpc
@@ -153,13 +168,13 @@ async def _run(
 
     token = None if token_file is None else interceptors.read_tokens(token_file)[0]
     num_streams = plan.concurrency if plan.arrivals == "closed" else plan.num_requests
-    connections = load.Connections(address, num_streams, tls_ca=tls_ca, token=token)
+    connections = load.Connections(address, num_streams, tls=tls, token=token)
     try:
         call = connections.call(protocol)
         try:
             model = await connections.model()
         except grpc.RpcError as error:
-            raise RuntimeError(_refused(address, error)) from error
+            raise RuntimeError(_refused(address, error, is_tls=tls is not None)) from error
         needed = plan.prompt_len + plan.num_output_tokens
         if needed > model.max_model_len:
             raise ValueError(
@@ -209,16 +224,32 @@ def _table(found: load.Figures) -> rich.table.Table:
     return table
 
 
-def _refused(address: str, error: Any) -> str:
+def _credentials(
+    ca: pathlib.Path | None, cert: pathlib.Path | None, key: pathlib.Path | None
+) -> grpc.ChannelCredentials | None:
+    import grpc
+
+    if (cert is None) != (key is None):
+        raise ValueError("--tls-cert and --tls-key belong together; give both or none")
+    if ca is None:
+        if cert is not None:
+            raise ValueError("--tls-cert needs --tls-ca, which turns TLS on; give it too")
+        return None
+    pair = (None, None) if cert is None or key is None else (key.read_bytes(), cert.read_bytes())
+    return grpc.ssl_channel_credentials(ca.read_bytes(), *pair)
+
+
+def _refused(address: str, error: Any, *, is_tls: bool) -> str:
     """Why the first call failed, and the way out."""
     import grpc
 
-    code, detail = error.code(), error.details()
+    from engine.serving import unreached
+
+    code, detail = error.code(), error.details() or ""
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return f"the server at {address} wants a token that it knows; give --token-file"
-    if code == grpc.StatusCode.UNAVAILABLE and "the server is" in detail:
-        return f"{address}: {detail}"
-    return (
-        f"no server answers at {address}: {detail}; name its address, and with TLS its authority "
-        "by --tls-ca"
-    )
+    if unreached.is_unreached(detail):
+        return unreached.described(detail, address, is_tls=is_tls, ways=unreached.COMMAND)
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return f"{address} does not serve {detail}; name the address of a Treadle server"
+    return f"{address}: {detail}"

@@ -65,7 +65,7 @@ def _converse(
             answer = _answer(llm, conversation, params)
         except ValueError as error:
             # Most often the conversation has outgrown max_model_len.
-            console.print(f"error: {error}", markup=False, soft_wrap=True)
+            console.print(f"error: {options.worded(error)}", markup=False, soft_wrap=True)
             conversation.pop()
         else:
             conversation.append({"role": "assistant", "content": answer})

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 
 _MEMORY = "Memory"
 _STEP = "Step loop"
@@ -202,6 +202,45 @@ class EngineOptions:
             "compilation_cache": None if cache == "off" else cache,
         }
         return EngineConfig(model=model, **{**fields, **changes})
+
+
+_RENAMED = {
+    "prefix_cache": "--no-prefix-cache",
+    "overlap": "--no-overlap",
+    "command_buffers": "--no-command-buffers",
+    "sync_lanes": "--sync-lane",
+    "limits.queued_requests": "--max-queued",
+    "max_receive_bytes": "--max-receive-mib (in bytes)",
+    "num_requests": "--requests",
+    "num_output_tokens": "--output-len",
+}
+"""Options of settings whose fields have other names."""
+WITHOUT_OPTION = frozenset(
+    {
+        "max_chunk_rows",
+        "max_chunk",
+        "row_rungs",
+        "token_rungs",
+        "page_table_rungs",
+        "max_programs",
+        "eager",
+    }
+)
+"""Settings that no command has an option for."""
+
+
+def option_of(setting: str) -> str:
+    """The option that sets a field; the field's own name where there is none."""
+    if setting in _RENAMED:
+        return _RENAMED[setting]
+    if setting in WITHOUT_OPTION or setting.startswith("limits."):
+        return setting
+    return f"--{setting.replace('_', '-')}"
+
+
+def worded(error: Exception) -> str:
+    """An error's words, its settings named as options."""
+    return error.spelt(option_of) if isinstance(error, SettingError) else str(error)
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:

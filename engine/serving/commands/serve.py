@@ -71,6 +71,14 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = None,
+    step_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long one step may take until the engine counts as lost and the command ends "
+            "with 1; 0: no limit.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 300.0,
     log_format: Annotated[
         Literal["text", "json"],
         typer.Option(help="Form of log lines on standard error.", rich_help_panel=_PANEL),
@@ -147,7 +155,8 @@ def serve(
 
     Health says NOT_SERVING until every program is compiled. SIGTERM drains: nothing new is taken,
     what runs may finish, and the command exits with 0; a second signal does not wait. When the
-    engine is lost, health says NOT_SERVING and the command exits with 1 within 5 seconds.
+    engine is lost, while it drains too, health says NOT_SERVING and the command exits with 1 within
+    5 seconds.
     """
     from engine.serving import logs
     from engine.serving.grpc_server import ServerSettings
@@ -160,6 +169,7 @@ def serve(
         drain_seconds=drain_seconds,
         max_receive_bytes=max_receive_mib * 2**20,
         request_seconds=request_seconds,
+        step_seconds=step_seconds,
         tls_cert=tls_cert,
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
@@ -178,11 +188,16 @@ def serve(
 def run(config: EngineConfig, settings: ServerSettings, console: rich.console.Console) -> None:
     """Serves until told to stop.
 
+    What can be known of the model without its weights is checked first, then the ports are taken,
+    then the weights are read.
+
     Raises:
       OSError: a port cannot be used, or the model's files cannot be read.
       ValueError, RuntimeError: the engine does not start or was lost.
     """
     from engine.serving import grpc_server
+
+    tokenizer = startup.check_files(config)
 
     def make_llm(report: startup.Report) -> AsyncLLM:
         with startup.stages(console) as shown:
@@ -191,7 +206,7 @@ def run(config: EngineConfig, settings: ServerSettings, console: rich.console.Co
                 report(stage, fraction, detail)
                 shown(stage, fraction, detail)
 
-            llm = startup.make_async_llm(config, tell)
+            llm = startup.make_async_llm(config, tell, tokenizer)
         console.print(startup.describe(config, llm.info), soft_wrap=True)
         return llm
 

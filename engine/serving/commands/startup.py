@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 if TYPE_CHECKING:
     from engine.core import EngineInfo
     from engine.serving.llm import LLM, AsyncLLM
+    from engine.text.tokenizer import Tokenizer
 
 Report = Callable[[str, float, str], None]
 """(stage, fraction 0..1, detail): what `Core.start` calls while it starts."""
@@ -105,11 +106,30 @@ def make_llm(config: EngineConfig, report: Report) -> LLM:
     return LLM(config, progress=report)
 
 
-def make_async_llm(config: EngineConfig, report: Report) -> AsyncLLM:
-    """The engine for services."""
+def make_async_llm(
+    config: EngineConfig, report: Report, tokenizer: Tokenizer | None = None
+) -> AsyncLLM:
+    """The engine for services.
+
+    Args:
+      config: its settings.
+      report: told how far its start is.
+      tokenizer: of `check_files`; None: the engine reads it.
+    """
     from engine.serving.llm import AsyncLLM
 
-    return AsyncLLM(config, progress=report)
+    return AsyncLLM(config, progress=report, tokenizer=tokenizer)
+
+
+def check_files(config: EngineConfig) -> Tokenizer | None:
+    """What is wrong with a model's files, found in a few seconds; the tokenizer if nothing is.
+
+    Raises:
+      FileNotFoundError, ValueError: nothing there, or not a model, with the way out.
+    """
+    from engine.serving import llm
+
+    return llm.check_files(config)
 
 
 def describe(config: EngineConfig, info: EngineInfo) -> str:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from engine.serving import admin, exposure, interceptors
 from engine.serving.client import AsyncClient, Client
@@ -177,6 +178,20 @@ def test_every_method_of_every_service_needs_a_token(guarded):
             metadata = (("authorization", f"Bearer {token}"),)
             found = _status_of(guarded, method, is_stream, metadata)
             assert found in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), method
+
+
+def test_every_method_of_the_gateways_service_needs_a_token(guarded):
+    (service,) = vllm_engine_pb2.DESCRIPTOR.services_by_name.values()
+    assert len(service.methods) >= 9
+    for method in service.methods:
+        name = f"/{service.full_name}/{method.name}"
+        for metadata in ((), (("authorization", f"Bearer {_TOKENS[0]}x"),)):
+            found = _status_of(guarded, name, method.server_streaming, metadata)
+            assert found == grpc.StatusCode.UNAUTHENTICATED, (name, metadata)
+    metadata = (("authorization", f"Bearer {_TOKENS[0]}"),)
+    for name in ("HealthCheck", "GetServerInfo", "FlushCache"):
+        found = _status_of(guarded, f"/{service.full_name}/{name}", False, metadata)
+        assert found == grpc.StatusCode.OK, name
 
 
 def test_python_client_without_a_known_token_is_told_how_to_give_one(token_file):

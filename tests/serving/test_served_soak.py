@@ -2,14 +2,15 @@ import pytest
 
 from tests.serving import soak
 
-_SECONDS = 40.0
+_SECONDS = 60.0
 _PLANTED_SECONDS = 3.0
 _CALL_SECONDS = 10.0
 
 
-def test_crowd_loses_leaks_and_repeats_nothing(tmp_path):
+def test_crowd_loses_leaks_and_repeats_nothing(tmp_path, capsys):
     one = soak.soak(tmp_path, _SECONDS)
-    print(*one.report(), sep="\n")
+    with capsys.disabled():
+        print("", *one.report(), sep="\n")
     assert one.faults == []
     assert one.missing() == []
     assert one.num_served >= 400

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from engine.config import Setting, SettingError
+
 GIB = 2**30
 PROBE_SLACK = 2**28
 """Bytes kept free of pages beside the probed temporaries.
@@ -92,10 +94,18 @@ def num_pages_that_fit(plan: MemoryPlan, *, least: int, most: int) -> int:
     rest = plan.limit - (plan.total - plan.pools) - PROBE_SLACK
     pages = rest // plan.page_bytes
     if pages < least:
-        raise ValueError(
+        length = Setting("max_model_len")
+        raise SettingError(
             f"the model does not fit: {max(pages, 0)} pages of {plan.page_bytes / 2**20:.2f} MiB "
-            f"fit but one request of max_model_len needs {least}; lower max_model_len or max_rows, "
-            f"or raise memory_fraction\n{dataclasses.replace(plan, num_pages=0)}"
+            "fit but one request of ",
+            length,
+            f" needs {least}; lower ",
+            length,
+            " or ",
+            Setting("max_rows"),
+            ", or raise ",
+            Setting("memory_fraction"),
+            f"\n{dataclasses.replace(plan, num_pages=0)}",
         )
     return int(min(pages, most))
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import EngineConfig, Lane
+from engine.config import EngineConfig, Lane, Setting, SettingError
 from engine.execution.buckets import Ladder
 from engine.scheduling.schedule import RowKind, Schedule
 from models.batch import Tiling
 from models.registry import Model, Registration
 
 _LOG = logging.getLogger(__name__)
+_MAX_MODEL_LEN, _MAX_ROWS = Setting("max_model_len"), Setting("max_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +75,20 @@ class Settings:
         model_limit = model.config.max_position_embeddings
         max_model_len = config.max_model_len or min(model_limit, 8192)
         if max_model_len > model_limit:
-            raise ValueError(
-                f"max_model_len is {max_model_len} but the model's positions end at {model_limit}; "
-                "lower max_model_len"
+            raise SettingError(
+                _MAX_MODEL_LEN,
+                f" is {max_model_len} but the model's positions end at {model_limit}; lower ",
+                _MAX_MODEL_LEN,
             )
         max_rows = config.max_rows or profile.max_rows
         bound = model.registration.max_rows
         if bound is not None and max_rows > bound:
-            raise ValueError(
-                f"max_rows is {max_rows} but {model.registration.architecture} runs {bound} rows "
-                f"a step; start with max_rows={bound}"
+            raise SettingError(
+                _MAX_ROWS,
+                f" is {max_rows} but {model.registration.architecture} runs {bound} rows a step; "
+                "start with ",
+                _MAX_ROWS,
+                f"={bound}",
             )
         most = min(profile.token_budget, max_rows * max_model_len)
         token_budget = config.token_budget or max(most, max_rows)
@@ -130,7 +135,9 @@ def _ladder(
         ("page_table_rungs", widths, max_pages),
     ):
         if rungs[-1] < last:
-            raise ValueError(f"{name} ends at {rungs[-1]} but steps reach {last}; add that rung")
+            raise SettingError(
+                Setting(name), f" ends at {rungs[-1]} but steps reach {last}; add that rung"
+            )
     ladder = Ladder(
         rows=tuple(rows),
         tokens=tuple(tokens),
@@ -140,10 +147,18 @@ def _ladder(
         deterministic=config.deterministic,
     )
     if len(ladder.keys()) > config.max_programs:  # before masks, which ask for theirs by name
-        raise ValueError(
-            f"the ladder has {len(ladder.keys())} programs but max_programs is "
-            f"{config.max_programs}; give fewer row_rungs, token_rungs or page_table_rungs, or "
-            "raise max_programs"
+        most = Setting("max_programs")
+        raise SettingError(
+            f"the ladder has {len(ladder.keys())} programs but ",
+            most,
+            f" is {config.max_programs}; give fewer ",
+            Setting("row_rungs"),
+            ", ",
+            Setting("token_rungs"),
+            " or ",
+            Setting("page_table_rungs"),
+            ", or raise ",
+            most,
         )
     if not config.masked_rows:
         return ladder
@@ -172,7 +187,7 @@ def choose_lane(config: EngineConfig, model: Model) -> Lane:
     elif not model.registration.device_token_ids:
         lane, reason = "sync", f"{architecture} does not declare device_token_ids"
     if config.require_overlap and lane != "overlap":
-        raise ValueError(f"require_overlap is set but the lane is {lane}: {reason}")
+        raise SettingError(Setting("require_overlap"), f" is set but the lane is {lane}: {reason}")
     if not model.registration.device_token_ids:
         _LOG.warning(
             "%s runs on the %s lane: it does not declare device_token_ids, so every id comes from "

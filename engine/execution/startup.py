@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Setting, SettingError
 from engine.execution import plan as planning
 from engine.execution import remembered
 from engine.execution.buckets import ProgramKey
@@ -184,9 +184,15 @@ def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> pl
     least = settings.max_pages + 2
     if config.num_pages is not None:
         if config.num_pages < least:
-            raise ValueError(
-                f"num_pages is {config.num_pages} but one request of max_model_len "
-                f"{settings.max_model_len} needs {least}; raise num_pages or lower max_model_len"
+            pages, length = Setting("num_pages"), Setting("max_model_len")
+            raise SettingError(
+                pages,
+                f" is {config.num_pages} but one request of ",
+                length,
+                f" {settings.max_model_len} needs {least}; raise ",
+                pages,
+                " or lower ",
+                length,
             )
         return plan
     most = settings.max_slots * settings.max_pages + 2
@@ -237,9 +243,14 @@ def _checked(plan: planning.MemoryPlan, programs: Programs) -> planning.MemoryPl
         planning.check_hidden_copy(plan.temporaries, temporaries)
     plan = dataclasses.replace(plan, temporaries=max(plan.temporaries, temporaries))
     if plan.total > plan.limit:
-        raise ValueError(
-            "the plan exceeds its limit; lower num_pages or max_rows, or raise memory_fraction\n"
-            f"{plan}"
+        raise SettingError(
+            "the plan exceeds its limit; lower ",
+            Setting("num_pages"),
+            " or ",
+            Setting("max_rows"),
+            ", or raise ",
+            Setting("memory_fraction"),
+            f"\n{plan}",
         )
     return plan
 

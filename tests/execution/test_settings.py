@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SettingError
 from engine.execution.runner import _cpu_profile, _gpu_profile
 from engine.execution.settings import Settings, choose_lane
 from tests.execution import toys
@@ -186,3 +186,17 @@ def test_command_buffers_are_turned_off_by_a_compiler_option():
     off = _gpu_profile(Card(), dataclasses.replace(CONFIG, command_buffers=False))
     assert off.compiler_options == {"xla_gpu_enable_command_buffer": ""}
     assert off.probe_options["xla_gpu_enable_command_buffer"] == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_model_len": 10**6}, "--max_model_len is 1000000 but the model's positions end at"),
+        ({"token_rungs": (64,)}, "--token_rungs ends at 64"),
+        ({"row_rungs": (1, 2, 3, 8), "max_programs": 1}, "raise --max_programs"),
+    ],
+)
+def test_a_face_can_spell_the_settings_of_an_error(fields, words):
+    with pytest.raises(SettingError) as caught:
+        settings(**fields)
+    assert words in caught.value.spelt(lambda name: f"--{name}")

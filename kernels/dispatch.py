@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 
 class Dispatch:
@@ -22,9 +25,11 @@ class Dispatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the first implementation that takes the call."""
-        for name, implementation in self._implementations:
+        *kernels, (last, reference) = self._implementations
+        calls = [(name, _traced_once(kernel, **kwargs)) for name, kernel in kernels]
+        for name, call in (*calls, (last, functools.partial(reference, **kwargs))):
             try:
-                result = implementation(*args, **kwargs)
+                result = call(*args)
             except NotImplementedError as reason:
                 self.declined[name] = str(reason)
                 continue
@@ -33,3 +38,12 @@ class Dispatch:
         raise NotImplementedError(
             f"no implementation of {self.op} takes this call: {self.declined}"
         )
+
+
+@functools.cache
+def _traced_once(implementation: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """An inner jit: calls of equal shapes trace, and lower in one program, once.
+
+    Lowering a Mosaic kernel is Python and takes 0.1 to 1 s. XLA puts the call in line again.
+    """
+    return jax.jit(functools.partial(implementation, **settings))

@@ -342,12 +342,15 @@ def test_prompts_of_one_prefix_stay_on_the_engine_that_holds_it(pair):
 def test_engine_killed_under_load_loses_no_request_and_cuts_its_streams_with_an_error(pair):
     second, engines, gateway = pair
     streams = []
-    for number in range(4):
-        messages = [{"role": "user", "content": f"{number} stream " * 5}]
+    num_on_second = 0
+    # The gateway chooses: on until both engines have one.
+    while not 0 < num_on_second < len(streams):
+        assert len(streams) < 40
+        messages = [{"role": "user", "content": f"{len(streams)} stream " * 5}]
         options = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
         streams.append(gateway.chat(messages, stream=True, **options))
         next(streams[-1])
-    num_on_second = engines[1].load().num_running_reqs
+        num_on_second = engines[1].load().num_running_reqs
     before = engines[1].count("vllm:request_success_total")
 
     def ask(number):

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.mosaic import (
-    MASKED,
     SWIZZLED,
     Ref,
     decline_past_32_bits,
@@ -25,20 +24,20 @@ from kernels.mosaic import (
     div_rem,
     round_up,
 )
+from kernels.running_softmax import (
+    SCORES,
+    TILE,
+    Partial,
+    column_positions,
+    nothing,
+    per_column,
+    weigh,
+)
 
-_TILE = 64
-"""Tokens attended at once: the fixed side of a warpgroup's product."""
 _MIN_BLOCKS = 128
 """Fewer blocks than this leave multiprocessors idle, so rows are split."""
 _PAGE_SIZES = (8, 16, 32, 64)
 _MAX_QUERIES = 8
-
-_SCORES = plgpu.Layout.WGMMA
-_COLUMNS = _SCORES.reduce(0)
-
-Partial = tuple[jax.Array, jax.Array, jax.Array]
-# Of the tiles seen so far: weighted values [H, C], highest score [C], and weights [64, C] that are
-# summed over tiles only: the sum over the 64 waits for the end.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class _Plan:
 
     @property
     def pages_per_tile(self) -> int:
-        return _TILE // self.page_size
+        return TILE // self.page_size
 
     @property
     def blocks(self) -> int:
@@ -211,9 +210,9 @@ def _attend(
             q_raw=plgpu.SMEM((columns, head_dim), jnp.bfloat16),
             q_tile=plgpu.SMEM((columns, head_dim), jnp.bfloat16, transforms=SWIZZLED),
             kv_ring=plgpu.SMEM(
-                (plan.stages, 2 * _TILE, head_dim), jnp.bfloat16, transforms=SWIZZLED
+                (plan.stages, 2 * TILE, head_dim), jnp.bfloat16, transforms=SWIZZLED
             ),
-            weights=plgpu.SMEM((columns, _TILE), jnp.bfloat16, transforms=SWIZZLED),
+            weights=plgpu.SMEM((columns, TILE), jnp.bfloat16, transforms=SWIZZLED),
             result=plgpu.SMEM((columns, head_dim), out_dtype),
             q_here=plgpu.Barrier(),
             kv_here=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=arrivals),
@@ -259,7 +258,7 @@ def _kernel(
     kv_len = lengths[row, 0]
     query_at = [lengths[row, 1 + i] for i in range(plan.queries)]
     start = split + _first_tile(query_at, plan)
-    end, _ = div_rem(kv_len + (_TILE - 1), _TILE)
+    end, _ = div_rem(kv_len + (TILE - 1), TILE)
     num_tiles, _ = div_rem(end - start + (plan.splits - 1), plan.splits)
 
     def tile_at(i: jax.Array | int) -> jax.Array:
@@ -280,25 +279,27 @@ def _kernel(
         pl.when(stage < num_tiles)(functools.partial(fetch, stage, pages))
     plgpu.barrier_wait(q_here)
     # A swizzled copy could start at multiples of 8 rows only, a group starts anywhere.
-    q_tile.T[...] = plgpu.load(q_raw.T, layout=_SCORES, optimized=False)
+    q_tile.T[...] = plgpu.load(q_raw.T, layout=SCORES, optimized=False)
     plgpu.commit_smem()
-    column_at = _column_positions(query_at, cut, plan)
+    column_at = column_positions(query_at, cut, plan.columns, plan.group)
 
     def step(i: jax.Array, partial: Partial) -> Partial:
         slot = jax.lax.rem(i, jnp.int32(plan.stages))
         next_pages = pages_of(i + plan.stages)  # asked for early, used late
         plgpu.barrier_wait(kv_here.at[slot])
         partial = _attend_tile(
-            partial, kv_ring.at[slot], q_tile, weights, tile_at(i) * _TILE, column_at, plan
+            partial, kv_ring.at[slot], q_tile, weights, tile_at(i) * TILE, column_at, plan
         )
         pl.when(i + plan.stages < num_tiles)(lambda: fetch(slot, next_pages))
         return partial
 
-    values, high, total = jax.lax.fori_loop(0, num_tiles, step, _nothing(plan))
+    values, high, total = jax.lax.fori_loop(
+        0, num_tiles, step, nothing(plan.head_dim, plan.columns)
+    )
     total = total.sum(axis=0)
     # Only columns that saw no key have a total of 0; a NaN must stay one.
     divisor = jnp.where(total == 0, 1.0, total)
-    values = values / _per_column(divisor, values)
+    values = values / per_column(divisor, values)
     where = split * plan.blocks + block
     if highs:
         highs[0][where] = high + jnp.log2(divisor)
@@ -315,7 +316,7 @@ def _first_tile(query_at: list[jax.Array], plan: _Plan) -> jax.Array | int:
     if plan.window is None:
         return 0
     lowest = functools.reduce(jnp.minimum, query_at) - (plan.window - 1)
-    return div_rem(jnp.maximum(lowest, 0), _TILE)[0]
+    return div_rem(jnp.maximum(lowest, 0), TILE)[0]
 
 
 def _fetch(
@@ -328,34 +329,13 @@ def _fetch(
     size = plan.page_size
     for i, page_half in enumerate(page_halves):
         start = (page_half + 2 * head) * size
-        if size == _TILE:
+        if size == TILE:
             plgpu.copy_gmem_to_smem(pool.at[pl.ds(start, 2 * size)], tile, barrier)
             continue
         for half in range(2):
             source = pool.at[pl.ds(start + half * size, size)]
-            target = tile.at[pl.ds(half * _TILE + i * size, size)]
+            target = tile.at[pl.ds(half * TILE + i * size, size)]
             plgpu.copy_gmem_to_smem(source, target, barrier)
-
-
-def _column_positions(query_at: list[jax.Array], cut: jax.Array, plan: _Plan) -> jax.Array:
-    """Position of each column's query: a scalar of single queries, else i32[C]."""
-    if plan.queries == 1:
-        return query_at[0]
-    shape = (plan.columns,)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_COLUMNS) + cut * plan.columns
-    column_at = jnp.full(shape, query_at[0], jnp.int32)
-    for i in range(1, plan.queries):
-        column_at = jnp.where(column >= i * plan.group, query_at[i], column_at)
-    return column_at
-
-
-def _nothing(plan: _Plan) -> Partial:
-    columns = plan.columns
-    return (
-        plgpu.layout_cast(jnp.zeros((plan.head_dim, columns), jnp.float32), _SCORES),
-        plgpu.layout_cast(jnp.full((columns,), MASKED, jnp.float32), _COLUMNS),
-        plgpu.layout_cast(jnp.zeros((_TILE, columns), jnp.float32), _SCORES),
-    )
 
 
 def _attend_tile(
@@ -369,24 +349,20 @@ def _attend_tile(
 ) -> Partial:
     """Adds the 64 tokens from `start` on; a running softmax in powers of two."""
     values, high, total = partial
-    scores = _product(kv.at[pl.ds(0, _TILE)], q_tile.T)
+    scores = _product(kv.at[pl.ds(0, TILE)], q_tile.T)
     scores = scores * (plan.scale * math.log2(math.e))
-    key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_SCORES) + start
-    query_at = column_at if plan.queries == 1 else _per_column(column_at, scores)
+    key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=SCORES) + start
+    query_at = column_at if plan.queries == 1 else per_column(column_at, scores)
     is_visible = key_at <= query_at
     if plan.window is not None:
         is_visible = jnp.logical_and(is_visible, key_at > query_at - plan.window)
     scores = jnp.where(is_visible, scores, -jnp.inf)
-    new_high = jnp.maximum(high, scores.max(axis=0))
-    kept = jnp.exp2(high - new_high)
-    probabilities = jnp.exp2(scores - _per_column(new_high, scores))
-    weights.T[...] = probabilities.astype(weights.dtype)
-    plgpu.commit_smem()
-    added = _product(kv.at[pl.ds(_TILE, _TILE)].T, weights.T)
+    new_high, kept, probabilities = weigh(high, scores, weights)
+    added = _product(kv.at[pl.ds(TILE, TILE)].T, weights.T)
     return (
-        values * _per_column(kept, values) + added,
+        values * per_column(kept, values) + added,
         new_high,
-        total * _per_column(kept, total) + probabilities,
+        total * per_column(kept, total) + probabilities,
     )
 
 
@@ -401,8 +377,3 @@ def _product(left: Ref, right: Ref) -> jax.Array:
     # Public, though listed in a way that type checkers do not see.
     out = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_scoped(multiply, out)
-
-
-def _per_column(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x [C] -> [M, C] of `like`."""
-    return jax.lax.broadcast_in_dim(x, like.shape, [1])

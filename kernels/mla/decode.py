@@ -18,10 +18,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.mosaic import MASKED, SWIZZLED, Ref, div_rem, round_up
+from kernels.mosaic import SWIZZLED, Ref, div_rem, round_up
+from kernels.running_softmax import (
+    SCORES,
+    TILE,
+    Partial,
+    column_positions,
+    nothing,
+    per_column,
+    weigh,
+)
 
-_TILE = 64
-"""Tokens attended at once: the fixed side of a warpgroup's product."""
 _STAGES = 2
 """Tiles on their way at once: a third, 72 KB, would not fit beside the queries."""
 _MULTIPROCESSORS = 132
@@ -42,13 +49,6 @@ _COPIED_DIMS = 256
 """A copy that is not swizzled takes no more of a row."""
 _SUMS_IN_PLACE = True
 """False only where the kernel is interpreted, which knows no product added to an array."""
-
-_SCORES = plgpu.Layout.WGMMA
-_COLUMNS = _SCORES.reduce(0)
-
-Partial = tuple[jax.Array, jax.Array, jax.Array]
-# Of the tiles seen so far: weighted latents [L, C], highest score [C], and weights [64, C] that are
-# summed over tiles only: the sum over the 64 waits for the end.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Plan:
 
     @property
     def pages_per_tile(self) -> int:
-        return _TILE // self.page_size
+        return TILE // self.page_size
 
     @property
     def splits(self) -> int:
@@ -225,9 +225,9 @@ def _attend(
     scratch = dict(
         latent_tile=swizzled(columns, latent),
         rope_tile=swizzled(columns, _ROPE_DIM),
-        latent_ring=swizzled(_STAGES, _TILE, latent),
-        rope_ring=swizzled(_STAGES, _TILE, _ROPE_DIM),
-        weights=swizzled(columns, _TILE),
+        latent_ring=swizzled(_STAGES, TILE, latent),
+        rope_ring=swizzled(_STAGES, TILE, _ROPE_DIM),
+        weights=swizzled(columns, TILE),
         result=plgpu.SMEM((columns, plan.panel(out_dtype.itemsize)), out_dtype),
         q_here=plgpu.Barrier(num_arrivals=1 + (latent // width if plan.is_loose else 1)),
         entries_here=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2 * plan.pages_per_tile),
@@ -284,7 +284,7 @@ def _kernel(
     split, row, cut = (jax.lax.axis_index(name) for name in ("split", "row", "cut"))
     block = row * plan.cuts + cut
     query_at = [lengths[row, 1 + i] for i in range(plan.queries)]
-    end, _ = div_rem(lengths[row, 0] + (_TILE - 1), _TILE)
+    end, _ = div_rem(lengths[row, 0] + (TILE - 1), TILE)
     num_tiles, _ = div_rem(end - split + (plan.splits - 1), plan.splits)
 
     def tile_at(i: jax.Array | int) -> jax.Array:
@@ -312,7 +312,7 @@ def _kernel(
             _arrange_queries(tile, raw)
     if plan.is_loose:
         plgpu.commit_smem()
-    column_at = _column_positions(query_at, cut, plan)
+    column_at = column_positions(query_at, cut, plan.columns, plan.num_heads)
 
     def step(i: jax.Array, partial: Partial) -> Partial:
         slot = jax.lax.rem(i, jnp.int32(_STAGES))
@@ -320,16 +320,16 @@ def _kernel(
         plgpu.barrier_wait(entries_here.at[slot])
         entries = (latent_ring.at[slot], rope_ring.at[slot])
         partial = _attend_tile(
-            partial, entries, (latent_tile, rope_tile), weights, tile_at(i) * _TILE, column_at, plan
+            partial, entries, (latent_tile, rope_tile), weights, tile_at(i) * TILE, column_at, plan
         )
         pl.when(i + _STAGES < num_tiles)(lambda: fetch(slot, next_starts))
         return partial
 
-    values, high, total = jax.lax.fori_loop(0, num_tiles, step, _nothing(plan))
+    values, high, total = jax.lax.fori_loop(0, num_tiles, step, nothing(plan.latent, plan.columns))
     total = total.sum(axis=0)
     # Only columns that saw no key have a total of 0; a NaN must stay one.
     divisor = jnp.where(total == 0, 1.0, total)
-    values = values / _per_column(divisor, values)
+    values = values / per_column(divisor, values)
     where = split * plan.blocks + block
     if highs:
         highs[0][where] = high + jnp.log2(divisor)
@@ -366,7 +366,7 @@ def _arrange_queries(tile: Ref, raw: Ref) -> None:
     """Moves queries to where a product reads them."""
     for i in range(raw.shape[0]):
         panel = tile.at[:, pl.ds(i * raw.shape[2], raw.shape[2])]
-        panel.T[...] = plgpu.load(raw.at[i].T, layout=_SCORES, optimized=False)
+        panel.T[...] = plgpu.load(raw.at[i].T, layout=SCORES, optimized=False)
 
 
 def _fetch(
@@ -383,27 +383,6 @@ def _fetch(
             source = pool.at[pl.ds(start, size), pl.ds(column, dims)]
             plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(i * size, size)], barrier)
         column += dims
-
-
-def _column_positions(query_at: list[jax.Array], cut: jax.Array, plan: _Plan) -> jax.Array:
-    """Position of each column's query: a scalar of single queries, else i32[C]."""
-    if plan.queries == 1:
-        return query_at[0]
-    shape = (plan.columns,)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_COLUMNS) + cut * plan.columns
-    column_at = jnp.full(shape, query_at[0], jnp.int32)
-    for i in range(1, plan.queries):
-        column_at = jnp.where(column >= i * plan.num_heads, query_at[i], column_at)
-    return column_at
-
-
-def _nothing(plan: _Plan) -> Partial:
-    columns = plan.columns
-    return (
-        plgpu.layout_cast(jnp.zeros((plan.latent, columns), jnp.float32), _SCORES),
-        plgpu.layout_cast(jnp.full((columns,), MASKED, jnp.float32), _COLUMNS),
-        plgpu.layout_cast(jnp.zeros((_TILE, columns), jnp.float32), _SCORES),
-    )
 
 
 def _attend_tile(
@@ -423,19 +402,15 @@ def _attend_tile(
             plgpu.wgmma(out, tile, query_tile.T)
         return out[...]
 
-    scores = _accumulated(score, (_TILE, plan.columns)) * (plan.scale * math.log2(math.e))
-    key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_SCORES) + start
-    query_at = column_at if plan.queries == 1 else _per_column(column_at, scores)
+    scores = _accumulated(score, (TILE, plan.columns)) * (plan.scale * math.log2(math.e))
+    key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=SCORES) + start
+    query_at = column_at if plan.queries == 1 else per_column(column_at, scores)
     scores = jnp.where(key_at <= query_at, scores, -jnp.inf)
-    new_high = jnp.maximum(high, scores.max(axis=0))
-    kept = jnp.exp2(high - new_high)
-    probabilities = jnp.exp2(scores - _per_column(new_high, scores))
-    weights.T[...] = probabilities.astype(weights.dtype)
-    plgpu.commit_smem()
+    new_high, kept, probabilities = weigh(high, scores, weights)
     return (
-        _add_product(values * _per_column(kept, values), entries[0].T, weights.T),
+        _add_product(values * per_column(kept, values), entries[0].T, weights.T),
         new_high,
-        total * _per_column(kept, total) + probabilities,
+        total * per_column(kept, total) + probabilities,
     )
 
 
@@ -461,8 +436,3 @@ def _accumulated(multiply: Callable[[Ref], jax.Array], shape: tuple[int, ...]) -
     # Public, though listed in a way that type checkers do not see.
     out = plgpu.ACC((height, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_scoped(multiply, out)
-
-
-def _per_column(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x [C] -> [M, C] of `like`."""
-    return jax.lax.broadcast_in_dim(x, like.shape, [1])

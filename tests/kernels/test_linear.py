@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +9,16 @@ import numpy as np
 import pytest
 
 from kernels.linear import api, few_tokens, reference
-from tests.kernels import linear_cases
+from tests.kernels import interpretation, linear_cases
 from tests.kernels.linear_cases import ASSEMBLED, GUARDED, VALUES, Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 FORMS = ("product", "parts", "gated")
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_linear", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
+    return interpretation.run("interpreted_linear", tmp_path_factory.mktemp("interpreted"))
 
 
 # --- values ---

@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +10,16 @@ import pytest
 
 from kernels.norm import api, reference, rows
 from models import layers
-from tests.kernels import norm_cases
+from tests.kernels import interpretation, norm_cases
 from tests.kernels.norm_cases import ASSEMBLED, EPS, VALUES, Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ("hidden", "normed")
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_norm", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
-
-
-def steps_between(found, expected):
-    """How many bfloat16 numbers apart two arrays of such are."""
-
-    def ordered(x):
-        bits = np.asarray(x, np.float32).view(np.int32) >> 16
-        return np.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return np.abs(ordered(found) - ordered(expected))
+    return interpretation.run("interpreted_norm", tmp_path_factory.mktemp("interpreted"))
 
 
 # --- values ---
@@ -47,7 +29,7 @@ def steps_between(found, expected):
 def test_kernel_gives_the_values_of_the_reference(interpreted, case):
     hidden, normed = norm_cases.expected(case, norm_cases.inputs(case))
     np.testing.assert_array_equal(interpreted[f"{case} hidden"], hidden)
-    apart = steps_between(interpreted[f"{case} normed"], normed)
+    apart = interpretation.steps_between(interpreted[f"{case} normed"], normed)
     # The squares add up in another order: a value next to a rounding edge falls on its other side,
     # and its product with the scale is then two steps away at most.
     assert apart.max() <= 2

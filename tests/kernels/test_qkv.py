@@ -1,9 +1,6 @@
 """The preparation of q, k and v: the kernel's values, interpreted, what it takes and declines."""
 
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +11,16 @@ from kernels.qkv import api, prepare
 from models import attention, layers
 from models.batch import Batch, Tiling
 from models.cache import write_kv
-from tests.kernels import qkv_cases
+from tests.kernels import interpretation, qkv_cases
 from tests.kernels.qkv_cases import GUARDED, POISONED, VALUES, Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ("q", "pool", "is_bad")
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_qkv", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
-
-
-def steps_between(found, expected):
-    """How many bfloat16 numbers apart two arrays of such are."""
-
-    def ordered(x):
-        bits = np.asarray(x, np.float32).view(np.int32) >> 16
-        return np.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return np.abs(ordered(found) - ordered(expected))
+    return interpretation.run("interpreted_qkv", tmp_path_factory.mktemp("interpreted"))
 
 
 def without_trash(name, x):
@@ -54,7 +36,7 @@ def test_kernel_gives_the_values_of_the_reference(interpreted, case):
     for name, truth in zip(NAMES, expected, strict=True):
         found = interpreted[f"{case} {name}"]
         assert found.shape == truth.shape
-        apart = without_trash(name, steps_between(found, truth))
+        apart = without_trash(name, interpretation.steps_between(found, truth))
         # Sums run in another order, and a product may be rounded with the sum it goes into.
         assert apart.max() <= 1
         assert np.mean(apart > 0) < 1e-3
@@ -90,7 +72,7 @@ def test_value_that_is_not_finite_is_zero_in_the_pool_and_flags_its_token_alone(
 def test_poisoned_call_gives_the_values_of_the_reference(interpreted):
     expected = qkv_cases.expected(GUARDED, qkv_cases.poisoned(qkv_cases.inputs(GUARDED)))
     for name, truth in zip(NAMES, expected, strict=True):
-        assert steps_between(interpreted[f"poisoned {name}"], truth).max() <= 1
+        assert interpretation.steps_between(interpreted[f"poisoned {name}"], truth).max() <= 1
 
 
 def test_every_interpreted_call_ran_the_kernel(interpreted):

@@ -60,7 +60,6 @@ def serve(
     max_queued: Annotated[
         int,
         typer.Option(
-            min=1,
             help="Requests that may wait; more are refused with RESOURCE_EXHAUSTED.",
             rich_help_panel=_PANEL,
         ),

@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types soak mutants lock
+.PHONY: help demo test lint types soak mutants gates lock
 
 # More words for the command behind a target: make test ARGS="-k stop -x"
 ARGS ?=
@@ -15,6 +15,7 @@ help:
 	@echo "make types   check types"
 	@echo "make soak    ten minutes of load and faults on a real server  ARGS='--seconds 60'"
 	@echo "make mutants break lines on purpose: those due now  ARGS='NAME ...' or ARGS='--third 0'"
+	@echo "make gates   compile the kernels for an H200, on a CPU: registers, kernels of a layer"
 	@echo "make lock    write requirements/*.txt anew         ARGS=--upgrade takes newer versions"
 
 demo:
@@ -43,6 +44,11 @@ mutants: MUTANTS := $(if $(ARGS),$(ARGS),--turn --minutes 3 --jobs 2)
 mutants:
 	@requirements/install dev
 	.venv/bin/python tests/mutations/run.py $(MUTANTS)
+
+gates:
+	@requirements/install dev
+	@requirements/install gpu-gates
+	JAX_PLATFORMS=cpu .venv/bin/python -m pytest --no-skips tests/kernels/test_gpu_gates.py $(ARGS)
 
 # One universe: every extra is resolved together first, then each file takes its versions from there.
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.12 \

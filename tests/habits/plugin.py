@@ -28,15 +28,27 @@ GPU = "an NVIDIA GPU (JAX_PLATFORMS=cuda)"
 _STEPS = (("engine.core", "Core", "step"), ("engine.execution.runner", "Runner", "launch"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="a test that would be skipped fails: what it needs was installed for this run",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Habits(tomllib.loads(LIST.read_text())), "habits")
+    habits = Habits(
+        tomllib.loads(LIST.read_text()), may_skip=not config.getoption("--no-skips", False)
+    )
+    config.pluginmanager.register(habits, "habits")
 
 
 class Habits:
     """Counts checks during each call, and keeps what was left out."""
 
-    def __init__(self, exempt: Mapping[str, str]) -> None:
+    def __init__(self, exempt: Mapping[str, str], *, may_skip: bool = True) -> None:
         self._exempt = exempt
+        self._may_skip = may_skip
         self._num_checks = 0
         self._is_calling = False
         self._session: pytest.Session | None = None
@@ -148,6 +160,9 @@ class Habits:
             if reason in ("", "unconditional skip"):
                 report.outcome = "failed"
                 report.longrepr = "skipped without a reason: name the missing resource"
+            elif not self._may_skip:
+                report.outcome = "failed"
+                report.longrepr = f"would be skipped, and --no-skips was given: {reason}"
             else:
                 self._missing.setdefault(reason, []).append(item.nodeid)
         return report

@@ -11,7 +11,9 @@ from tests.habits import plugin
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Runs a file of tests under the plugin, in this process or one of its own."""
 
-    def run(source: str, *, apart: bool = False, platform: str = "cpu") -> pytest.RunResult:
+    def run(
+        source: str, *options: str, apart: bool = False, platform: str = "cpu"
+    ) -> pytest.RunResult:
         monkeypatch.setenv("JAX_PLATFORMS", platform)
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setenv("PYTHONPATH", str(plugin.LIST.parents[2]))
@@ -19,7 +21,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
             "[pytest]\nenable_assertion_pass_hook = true\nmarkers =\n    gpu: needs one\n"
         )
         pytester.makepyfile(test_given="import pytest\n" + source)
-        arguments = ("-p", "tests.habits.plugin", "-p", "no:cacheprovider")
+        arguments = ("-p", "tests.habits.plugin", "-p", "no:cacheprovider", *options)
         if apart:
             return pytester.runpytest_subprocess(*arguments)
         return pytester.runpytest_inprocess(*arguments)
@@ -97,6 +99,14 @@ def test_a_skip_without_a_reason_fails(run):
     result = run("def test_it(): pytest.skip()\n@pytest.mark.skip\ndef test_too(): assert True")
     result.assert_outcomes(failed=1, errors=1)  # the mark skips before the call
     result.stdout.fnmatch_lines("*name the missing resource*")
+
+
+def test_nothing_is_skipped_where_all_must_run(run):
+    source = 'import pytest\ndef test_it(): pytest.skip("needs the wheel w")'
+    run(source).assert_outcomes(skipped=1)
+    result = run(source, "--no-skips")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines("*--no-skips was given: needs the wheel w*")
 
 
 def test_an_expected_failure_that_checks_nothing_is_not_hidden(run):

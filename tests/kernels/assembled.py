@@ -77,6 +77,7 @@ OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "linear": (linear_cases.ASSEMBLED, lambda case: case.call("mosaic")),
 }
 """Cases of each op, and the call that one stands for."""
+_DUMPS = ("ptxas", "resources.txt", "ptx")
 
 
 def modules(op: Any) -> Iterator[bytes]:
@@ -98,18 +99,19 @@ def assemble(
     compile_module: Any,
     folder: pathlib.Path,
 ) -> dict[str, int | bool]:
-    """Registers of a thread, bytes spilled and bytes of shared memory."""
+    """Threads of a block, registers of each, bytes spilled and bytes of shared memory."""
     lowered = jax.jit(call).trace(*structs)
     lowered = lowered.lower(lowering_platforms=("cuda",))
     (module,) = modules(lowered.compiler_ir())
     is_whole = bool(compile_module(module, len(module)))
-    (report,) = folder.glob("*.ptxas")
-    (resources,) = folder.glob("*.resources.txt")
+    (report,), (resources,), (code,) = (folder.glob(f"*.{end}") for end in _DUMPS)
     text, sizes = report.read_text(), resources.read_text()
+    threads = re.search(r"\.(?:req|max)ntid[^\d]+(\d+)", code.read_text())
     for path in folder.iterdir():
         path.unlink()
     return {
         "is_compiled": is_whole,
+        "threads": int(threads[1]),
         "registers": int(re.search(r"Used (\d+) registers", text)[1]),
         "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", text)),
         "stack": int(re.search(r"(\d+) bytes stack frame", text)[1]),

@@ -39,11 +39,6 @@ class Case:
         return "-".join([f"lens{rows}", *parts])
 
     @property
-    def is_single(self) -> bool:
-        """One warpgroup to a block, whose threads may take all registers."""
-        return True
-
-    @property
     def width(self) -> int:
         return -(-max(self.kv_lens) // self.page_size) + self.spare_pages
 

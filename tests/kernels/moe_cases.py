@@ -262,11 +262,6 @@ class Kernel:
     size: Size
     num_tokens: int
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it is a single warpgroup's, which may use every register."""
-        return self.name in ("choose", "count", "place", "combine")
-
     def __str__(self) -> str:
         return f"{self.name}-{self.size.name}-tokens{self.num_tokens}"
 

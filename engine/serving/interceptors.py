@@ -182,17 +182,26 @@ def read_tokens(path: pathlib.Path) -> tuple[str, ...]:
     if not tokens:
         raise ValueError(f"token file {path} holds no token; write one a line")
     for number, token in enumerate(tokens, start=1):
-        if len(token) < _MIN_TOKEN_CHARS:
-            raise ValueError(
-                f"token {number} of {path} has {len(token)} characters, it must have at least "
-                f"{_MIN_TOKEN_CHARS}; make one with `openssl rand -hex 32`"
-            )
-        if not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError(
-                f"token {number} of {path} holds a space or a character that is not ASCII; "
-                "make one with `openssl rand -hex 32`"
-            )
+        check_token(f"token {number} of {path}", token)
     return tokens
+
+
+def check_token(name: str, token: str) -> None:
+    """Refuses a secret that is too short or not plain, without saying it.
+
+    Raises:
+      ValueError: says so of `name`.
+    """
+    if len(token) < _MIN_TOKEN_CHARS:
+        raise ValueError(
+            f"{name} has {len(token)} characters, it must have at least {_MIN_TOKEN_CHARS}; make "
+            "one with `openssl rand -hex 32`"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(
+            f"{name} holds a space or a character that is not ASCII; make one with "
+            "`openssl rand -hex 32`"
+        )
 
 
 async def _unauthenticated(answer: Answer, request: Any, context: grpc.aio.ServicerContext) -> Any:

@@ -23,13 +23,17 @@ ASK = [{"role": "user", "content": "Tell me a story"}]
 
 
 class Process:
-    """A command of ours whose lines go to a file."""
+    """A command of ours whose lines go to a file; keywords are variables of its environment."""
 
-    def __init__(self, log, *words):
+    def __init__(self, log, *words, **environment):
         self.log = log
         with log.open("wb") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", *words], stdout=out, stderr=out, start_new_session=True
+                [sys.executable, "-m", *words],
+                stdout=out,
+                stderr=out,
+                env=os.environ | environment,
+                start_new_session=True,
             )
 
     def wait_for(self, words):
@@ -45,13 +49,14 @@ class Process:
 
 
 class Gateway:
-    """A gateway's HTTP port."""
+    """A gateway's HTTP port, asked with a key."""
 
-    def __init__(self, port, metrics_port=None):
+    def __init__(self, port, metrics_port=None, key="none"):
         self.port = port
+        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
         self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS
+            base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=SECONDS
         )
 
     def chat(self, messages=ASK, **options):
@@ -61,7 +66,7 @@ class Gateway:
     def post(self, path, body):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", path, json.dumps(body), self._headers)
             answer = connection.getresponse()
             return answer.status, json.load(answer)
 
@@ -71,7 +76,7 @@ class Gateway:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             json.dumps(body).encode(),
-            {"content-type": "application/json"},
+            self._headers,
         )
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             for line in filter(None, map(bytes.strip, answer)):

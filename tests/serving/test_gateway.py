@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import pathlib
 import re
 import signal
 import socket
@@ -29,6 +30,7 @@ from tests.serving.gateway_process import (
 )
 
 _PAGE = 16
+_KEY = "-a-key-of-the-callers-0123456789"
 _ENGINE = (
     *("--max-rows", "4", "--max-model-len", "1024", "--num-pages", "300"),
     *("--page-size", str(_PAGE), "--compilation-cache", "off", "--drain-seconds", "5"),
@@ -63,12 +65,12 @@ def launched(model):
     """The one documented command: process, engine, gateway."""
     http_port, port, metrics_port, gateway_metrics = ports(4)
     words = ["--port", http_port, "--engine-port", port, "--metrics-port", metrics_port]
-    words += ["--gateway-metrics-port", gateway_metrics]
+    words += ["--gateway-metrics-port", gateway_metrics, "--reasoning-parser", "qwen3"]
     command = ("engine.serving.cli", "gateway", str(model), *map(str, words), *_ENGINE)
-    process = Process(model.parent / "launched.log", *command)
+    process = Process(model.parent / "launched.log", *command, TREADLE_API_KEY=_KEY)
     try:
         process.wait_for("OpenAI and Anthropic protocols on")
-        gateway = Gateway(http_port, gateway_metrics)
+        gateway = Gateway(http_port, gateway_metrics, _KEY)
         with contextlib.closing(gateway.client):
             yield process, Engine(port, metrics_port), gateway
     finally:
@@ -300,6 +302,54 @@ def test_tool_that_must_be_called_is_called(gateway):
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments)["day"] in (3, 4)
     assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_is_told_apart_from_the_answer(gateway, is_stream):
+    # The grammar makes the engine itself say what a reasoning model would.
+    form = {"regex": "<think>[a-c]{5}</think>[x-z]{4}"}
+    options = {"extra_body": form, "temperature": 1.0, "seed": 1, "max_tokens": 60}
+    if is_stream:
+        chunks = gateway.chat(stream=True, stream_options={"include_usage": True}, **options)
+        chunks = list(chunks)
+        deltas = [one.delta for chunk in chunks for one in chunk.choices]
+        reasoning = "".join(getattr(one, "reasoning_content", None) or "" for one in deltas)
+        content = "".join(one.content or "" for one in deltas)
+        usage = chunks[-1].usage
+    else:
+        answer = gateway.chat(**options)
+        message, usage = answer.choices[0].message, answer.usage
+        reasoning, content = message.reasoning_content, message.content
+    assert re.fullmatch("[a-c]{5}", reasoning) and re.fullmatch("[x-z]{4}", content)
+    # One byte is one token here, the marks too.
+    assert usage.completion_tokens == len(f"<think>{reasoning}</think>{content}")
+
+
+def test_gateway_with_a_key_answers_who_shows_it_alone(gateway):
+    for key in ("none", _KEY[:-1], f"{_KEY}x"):
+        with contextlib.closing(Gateway(gateway.port, key=key).client) as client:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                client.chat.completions.create(model="tiny", messages=ASK, max_tokens=1)
+            assert caught.value.status_code == 401 and _KEY not in str(caught.value)
+    stranger = Gateway(gateway.port, key="none")
+    with contextlib.closing(stranger.client):
+        for path in ("/v1/completions", "/v1/messages", "/v1/responses", "/flush_cache"):
+            body = {"model": "tiny", "messages": ASK, "prompt": "a", "input": "a", "max_tokens": 1}
+            assert stranger.post(path, body)[0] == 401, path
+    assert gateway.chat(max_tokens=1).usage.completion_tokens == 1
+
+
+def test_key_stands_in_no_list_of_processes_and_the_engine_is_not_given_it(launched):
+    process = launched[0].popen.pid
+    children = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    assert len(children) == 2
+    holders = []
+    for one in (process, *map(int, children)):
+        folder = pathlib.Path(f"/proc/{one}")
+        assert _KEY.encode() not in (folder / "cmdline").read_bytes()
+        if _KEY.encode() in (folder / "environ").read_bytes():
+            holders.append(one)
+    assert len(holders) == 2 and process in holders
 
 
 def test_caller_that_leaves_mid_stream_frees_engine_and_pages_within_a_second(gateway, engine):

@@ -42,13 +42,13 @@ def log(tmp_path, monkeypatch):
     path.write_text("")
     monkeypatch.setattr(gateway, "_is_serving", lambda address: "engine runs" in path.read_text())
     monkeypatch.setattr(
-        gateway, "_can_be_asked", lambda address: "gateway runs" in path.read_text()
+        gateway, "_can_be_asked", lambda address, key: "gateway runs" in path.read_text()
     )
     return path
 
 
 def _main(engine, before, announce=lambda line: None):
-    asyncio.run(gateway._main(engine, before, "", "127.0.0.1:8000", announce))
+    asyncio.run(gateway._main(engine, before, "", "127.0.0.1:8000", None, announce))
 
 
 def _signal_when(log, words, count=1):
@@ -149,6 +149,61 @@ def test_everything_is_bound_to_loopback_and_other_options_reach_the_engine(monk
     assert pairs["--tool-call-parser"] == "qwen" and "--reasoning-parser" not in pairs
 
 
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_key_reaches_the_gateway_by_no_command(monkeypatch, capsys, is_variable):
+    given = []
+
+    async def main(*words):
+        given.extend(words)
+
+    monkeypatch.setattr(gateway, "_main", main)
+    key = "a-key-of-the-callers-0123456789"
+    words = ["model", "--port", "8123", "--engine-port", "50123"]
+    if is_variable:
+        monkeypatch.setenv("TREADLE_API_KEY", key)
+    else:
+        words += ["--api-key", key]
+    assert _run(capsys, "gateway", *words)[0] == 0
+    engine, before, *_, found, _ = given
+    assert found == key and not any(key in word for word in (*engine, *before))
+    assert before[:4] == [sys.executable, "-m", "engine.serving.keyed_gateway", "launch"]
+
+
+def test_gateway_alone_is_given_the_key(log, monkeypatch):
+    key = "a-key-of-the-callers-0123456789"
+    monkeypatch.setenv("TREADLE_API_KEY", key)
+    shown = _CHILD.replace(
+        'say("runs")', 'import os; say(os.environ.get("TREADLE_API_KEY", "-")); say("runs")'
+    )
+    engine, before = (
+        [sys.executable, "-c", shown, name, str(log), "0"] for name in ("engine", "gateway")
+    )
+    _signal_when(log, "gateway runs")
+    asyncio.run(gateway._main(engine, before, "", "", key, lambda line: None))
+    assert {"engine -", f"gateway {key}"} <= set(log.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("", "the API key has 0 characters, it must have at least 16"),
+        ("short", "the API key has 5 characters"),
+        ("a key with spaces in it", "the API key holds a space"),
+    ],
+)
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_key_that_does_not_suit_is_refused_and_not_said(
+    monkeypatch, capsys, key, message, is_variable
+):
+    words = ["gateway", "model"]
+    if is_variable:
+        monkeypatch.setenv("TREADLE_API_KEY", key)
+    else:
+        words += ["--api-key", key]
+    code, err = _run(capsys, *words)
+    assert code == 2 and message in err and (not key or key not in err)
+
+
 def test_option_in_place_of_the_model_is_bad_input(capsys):
     code, err = _run(capsys, "gateway", "--max-rows", "2", "model")
     assert code == 2 and "name the model before the options" in err
@@ -161,4 +216,4 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
 
 
 def test_probes_answer_no_where_nobody_listens():
-    assert not gateway._is_serving("127.0.0.1:1") and not gateway._can_be_asked("127.0.0.1:1")
+    assert not gateway._is_serving("127.0.0.1:1") and not gateway._can_be_asked("127.0.0.1:1", None)

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.serving import keyed_gateway
 from engine.serving.commands import startup
 
 if TYPE_CHECKING:
@@ -50,6 +52,15 @@ def gateway(
         str | None,
         typer.Option(help="How the model marks its reasoning, as `qwen3`.", rich_help_panel=_PANEL),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=keyed_gateway.VARIABLE,
+            help="Callers must show this key. Best given by the variable: words of a command "
+            "stand in the list of processes.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP with the OpenAI and Anthropic protocols, on loopback.
 
@@ -59,20 +70,23 @@ def gateway(
 
     Starts `treadle serve` and, once it is warm, the gateway `smg` of the extra `gateway`. Every
     other option is one of `treadle serve`, as `--max-rows 64`. SIGTERM lets both finish what runs.
-    There is no authentication: docs/gateway.md says how to open the gateway to others.
+    docs/gateway.md says what a key guards and how to open the gateway to others.
     """
     if model.startswith("-"):
         raise ValueError(f"MODEL is {model}; name the model before the options of `treadle serve`")
     if importlib.util.find_spec("smg") is None:
         raise RuntimeError("the gateway is not installed; install treadle with the extra `gateway`")
     _check_words(context.args)
+    # An empty variable is a slip, which must not open the gateway; typer takes it for none.
+    _check_key(os.environ.get(keyed_gateway.VARIABLE) if api_key is None else api_key)
     for number, option in ((port, "--port"), (engine_port, "--engine-port")):
         _check_free(number, option)
     engine_command = _python("engine.serving.cli", "serve", model, *context.args)
     engine_command += ["--host", _HOST, "--port", str(engine_port)]
     parsers = {"--tool-call-parser": tool_call_parser, "--reasoning-parser": reasoning_parser}
     gateway_command = [
-        *_python("smg", "launch", "--host", _HOST, "--port", str(port)),
+        *_python("smg" if api_key is None else keyed_gateway.__name__, "launch"),
+        *("--host", _HOST, "--port", str(port)),
         *("--worker-urls", f"grpc://{_HOST}:{engine_port}", "--policy", "cache_aware"),
         *("--prometheus-host", _HOST, "--prometheus-port", str(gateway_metrics_port)),
         *("--worker-startup-check-interval", "1", "--log-level", "warn"),
@@ -86,6 +100,7 @@ def gateway(
             gateway_command,
             f"{_HOST}:{engine_port}",
             f"{_HOST}:{port}",
+            api_key,
             lambda line: console.print(line, markup=False, soft_wrap=True),
         )
     )
@@ -107,6 +122,13 @@ def _check_words(words: Sequence[str]) -> None:
             )
 
 
+def _check_key(key: str | None) -> None:
+    from engine.serving import interceptors
+
+    if key is not None:
+        interceptors.check_token("the API key", key)
+
+
 def _check_free(port: int, option: str) -> None:
     """Finds out before the engine is started whether a port is taken."""
     with socket.socket() as probe:
@@ -126,9 +148,10 @@ async def _main(
     gateway_command: Sequence[str],
     engine_address: str,
     http_address: str,
+    key: str | None,
     announce: Callable[[str], None],
 ) -> None:
-    """Runs both until told to stop.
+    """Runs both until told to stop; the gateway alone is given the key.
 
     Raises:
       RuntimeError: one of them ended by itself.
@@ -139,15 +162,15 @@ async def _main(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(signals.installed())
 
-        async def start(name: str, command: Sequence[str]) -> None:
-            children[name] = await stack.enter_async_context(_running(command, signals))
+        async def start(name: str, command: Sequence[str], key: str | None = None) -> None:
+            children[name] = await stack.enter_async_context(_running(command, key, signals))
 
         children: dict[str, asyncio.subprocess.Process] = {}
         await start("engine", engine_command)
         await _until(lambda: _is_serving(engine_address), children, signals)
         if not signals.drain.is_set():
-            await start("gateway", gateway_command)
-            await _until(lambda: _can_be_asked(http_address), children, signals)
+            await start("gateway", gateway_command, key)
+            await _until(lambda: _can_be_asked(http_address, key), children, signals)
         if not signals.drain.is_set():
             announce(f"OpenAI and Anthropic protocols on http://{http_address}/v1")
             await _until(lambda: False, children, signals)
@@ -155,11 +178,17 @@ async def _main(
 
 @contextlib.asynccontextmanager
 async def _running(
-    command: Sequence[str], signals: StopSignals
+    command: Sequence[str], key: str | None, signals: StopSignals
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that is told to end when the block ends, and killed at a second stop signal."""
+    environment = dict(os.environ)
+    environment.pop(keyed_gateway.VARIABLE, None)
+    if key is not None:
+        environment[keyed_gateway.VARIABLE] = key
     # A group of its own: Ctrl-C reaches it through us, the gateway before the engine.
-    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -202,17 +231,20 @@ def _is_serving(address: str) -> bool:
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def _can_be_asked(address: str) -> bool:
+def _can_be_asked(address: str, key: str | None) -> bool:
     """The gateway lists a model and has its tokenizer, which it may get later (smg 1.13.0)."""
     connection = http.client.HTTPConnection(address, timeout=_ANSWER_SECONDS)
+    headers = {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
     try:
-        connection.request("GET", "/v1/models")
+        connection.request("GET", "/v1/models", headers=headers)
         answer = connection.getresponse()
         models = json.load(answer)["data"] if answer.status == 200 else []
         if not models:
             return False
         body = json.dumps({"model": models[0]["id"], "prompt": "a"})
-        connection.request("POST", "/v1/tokenize", body, {"content-type": "application/json"})
+        connection.request("POST", "/v1/tokenize", body, headers)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

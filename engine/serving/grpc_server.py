@@ -95,6 +95,15 @@ class ServerSettings:
     """Where the admin service puts recordings."""
     otel_endpoint: str | None = None
     """Collector of OpenTelemetry spans (OTLP over gRPC); None: no spans."""
+    ping_seconds: float = 10.0
+    """A connection may be pinged once in so long, without calls too; more often closes it.
+
+    Gateways ping idle connections every 30 s, which gRPC's own defaults punish.
+    """
+    keepalive_seconds: float = 30.0
+    """A silent connection is pinged after so long: requests of a dead client would hold pages."""
+    keepalive_timeout_seconds: float = 10.0
+    """How long the answer to that ping may take until the client counts as dead."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("max_receive_bytes", 1024, 2**31 - 1)):
@@ -285,12 +294,12 @@ def _server(
             ("grpc.max_receive_message_length", settings.max_receive_bytes),
             # What we send is bounded by what we make: prompt log-probabilities may be large.
             ("grpc.max_send_message_length", -1),
-            # Gateways ping idle connections every 30 s, which gRPC's own defaults punish.
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(settings.ping_seconds)),
             ("grpc.keepalive_permit_without_calls", 1),
-            # Finds dead clients, whose requests would hold pages until their end.
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive_seconds)),
+            # The first bounds what TCP waits for, the second the answer to a ping.
+            ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout_seconds)),
+            ("grpc.http2.ping_timeout_ms", _milliseconds(settings.keepalive_timeout_seconds)),
         ),
     )
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
@@ -303,6 +312,10 @@ def _server(
     names.extend(compatibility.add_to_server(service, server))
     reflection.enable_server_reflection(names, server)
     return server
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1e3)
 
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:

@@ -224,6 +224,9 @@ WITHOUT_OPTION = frozenset(
         "page_table_rungs",
         "max_programs",
         "eager",
+        "ping_seconds",
+        "keepalive_seconds",
+        "keepalive_timeout_seconds",
     }
 )
 """Settings that no command has an option for."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -346,13 +347,13 @@ class UnreadableRequests(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The call's handler, made to see bytes that it could not be given."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_deserializer is None:
             return handler
+        handler = handler._replace(request_deserializer=_tolerant(handler.request_deserializer))
+        if handler.request_streaming:
+            return handler._replace(stream_stream=_refusing_stream(handler.stream_stream))
         kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(
-            request_deserializer=_tolerant(handler.request_deserializer),
-            **{kind: _refusing(getattr(handler, kind))},
-        )
+        return handler._replace(**{kind: _refusing(getattr(handler, kind))})
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -367,8 +368,24 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _refusing(behave: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        if isinstance(request, google.protobuf.message.DecodeError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request)[:_DETAIL_CHARS])
-        return await behave(request, context)
+        return await behave(await _readable(request, context), context)
 
     return run
+
+
+def _refusing_stream(behave: Callable[..., AsyncGenerator[Any]]) -> Callable[..., Any]:
+    """For reflection, the only service whose calls are streams of requests."""
+
+    async def run(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        readable = (await _readable(one, context) async for one in requests)
+        async with contextlib.aclosing(behave(readable, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return run
+
+
+async def _readable(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    if isinstance(request, google.protobuf.message.DecodeError):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request)[:_DETAIL_CHARS])
+    return request

@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from engine.serving import grpc_server
 from engine.serving.thread import EngineDead
@@ -129,6 +129,18 @@ def test_bytes_that_are_no_message_are_not_status_unknown(server):
         call = channel.unary_stream(f"/{grpc_server.SERVICE}/Generate")
         code, _ = _status(call(b"\x12\x02\xff\xfe", timeout=_SECONDS))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_bytes_that_are_no_message_of_reflection_are_the_callers_fault(server, caplog):
+    good = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")
+        answers = call(iter([good, b"\x1a\x02\xff\xfe", good]), timeout=_SECONDS)
+        services = reflection_pb2.ServerReflectionResponse.FromString(next(answers))
+        assert services.list_services_response.service
+        code, _ = _status(answers)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
 
 
 def test_a_request_over_the_receive_limit_is_refused_and_others_go_on(server, stub):

@@ -26,6 +26,10 @@ _HISTORY = 60
 """Samples behind the rates that are drawn."""
 _BAR_WIDTH = 24
 _WIDTH = 96
+_FAILED = ("INTERNAL", "UNKNOWN", "DATA_LOSS")
+"""Statuses of calls that the server failed on; their callers asked for nothing wrong."""
+_GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED")
+"""Statuses of calls whose callers left or had no more time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ class View:
             return rich.panel.Panel(self._fault or "waiting", title=self._title, width=_WIDTH)
         now = self._samples[-1]
         parts: list[rich.console.RenderableType] = [self._load(now), self._speed(now)]
-        parts.append(self._steps(now))
+        parts += [self._steps(now), self._ends(now)]
         if self._fault is not None:
             parts.append(rich.text.Text(self._fault, style="bold red"))
         facts = next((dict(key[1]) for key in now.values if key[0] == "treadle:programs"), {})
@@ -147,12 +151,29 @@ class View:
         share = f"{hits / queries:.0%}" if queries else "–"
         preemptions = now.total("vllm:num_preemptions_total")
         table.add_row("pages in use", _bar(used), "prefix hits", share)
-        table.add_row("preemptions", f"{preemptions:,.0f}", "refused", self._refused(now))
+        table.add_row("preemptions", f"{preemptions:,.0f}")
         return table
 
-    def _refused(self, now: Sample) -> str:
-        counts = now.by("treadle:requests_refused_total", "code")
-        return ", ".join(f"{code} {n:,.0f}" for code, n in sorted(counts.items()) if n) or "none"
+    def _ends(self, now: Sample) -> rich.console.RenderableType:
+        """Calls since the start that did not end well, and the faults the engine itself met."""
+        calls = now.by("treadle:calls_total", "code")
+        failed, given_up = (
+            {code: calls.pop(code, 0.0) for code in codes} for codes in (_FAILED, _GIVEN_UP)
+        )
+        calls.pop("OK", None)
+        faults = {
+            "failed launches": now.total("treadle:failed_launches_total"),
+            "resumed": now.total("treadle:resumed_requests_total"),
+            "late compiles": now.total("treadle:compiles_after_ready_total"),
+        }
+        table = _titled("since the start")
+        table.add_column(width=17, style="dim")
+        table.add_column()
+        table.add_row("calls failed", _counts(failed, "bold red"))
+        table.add_row("calls refused", _counts(calls))
+        table.add_row("calls given up", _counts(given_up))
+        table.add_row("engine's faults", _counts(faults, "bold red"))
+        return table
 
     def _speed(self, now: Sample) -> rich.console.RenderableType:
         table = _grid("speed")
@@ -188,13 +209,6 @@ class View:
         times = [f"{stage} {value:.2f}" for stage, value in stages.items()]
         table.add_row("host ms", ", ".join(times[:2]), "", ", ".join(times[2:4]))
         table.add_row("", ", ".join(times[4:]))
-        faults = {
-            "failed launches": now.total("treadle:failed_launches_total"),
-            "resumed": now.total("treadle:resumed_requests_total"),
-            "late compiles": now.total("treadle:compiles_after_ready_total"),
-        }
-        words = ", ".join(f"{name} {count:.0f}" for name, count in faults.items() if count)
-        table.add_row("faults", rich.text.Text(words or "none", "bold red" if words else ""), "")
         return table
 
     def _rate(self, name: str, **labels: str) -> float:
@@ -278,10 +292,19 @@ def watch(
         num_drawn += 1
 
 
-def _grid(title: str) -> rich.table.Table:
-    table = rich.table.Table(
+def _counts(counts: Mapping[str, float], style: str = "") -> rich.text.Text:
+    words = ", ".join(f"{name} {count:,.0f}" for name, count in sorted(counts.items()) if count)
+    return rich.text.Text(words or "none", style if words else "")
+
+
+def _titled(title: str) -> rich.table.Table:
+    return rich.table.Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None
     )
+
+
+def _grid(title: str) -> rich.table.Table:
+    table = _titled(title)
     for width, style in ((17, "dim"), (32, ""), (12, "dim"), (23, "")):
         table.add_column(width=width, style=style, no_wrap=True)
     return table

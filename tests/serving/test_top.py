@@ -6,14 +6,17 @@ import prometheus_client
 import pytest
 import rich.console
 
-from engine.serving import metrics, top
+from engine.serving import interceptors, metrics, top
 from tests.serving.fake_core import FakeCore, FakeInfo, FakeStats
 from tests.serving.running_server import running
 
 
-def sample(seconds, produced=0, **stats):
-    """A scrape of a fake engine."""
+def sample(seconds, produced=0, codes=None, **stats):
+    """A scrape of a fake engine; `codes` are ended calls by their status."""
     registry = prometheus_client.CollectorRegistry()
+    calls = interceptors.Calls(registry)
+    for code, count in (codes or {}).items():
+        calls._ended.labels("/service/Method", code).inc(count)
     made = metrics.Metrics(registry, FakeInfo(), lambda: FakeStats(**stats))
     made.produce(produced)
     for first in (0.02, 0.02, 0.4):
@@ -55,14 +58,31 @@ def test_screen_shows_load_rates_and_faults():
     found = rows(drawn(view))
     assert "running 5 waiting 7" in found
     assert "pages in use ██████████████████······ 75% prefix hits –" in found
-    assert "preemptions 4 refused none" in found
+    assert "preemptions 4" in found
     assert "output tok/s 300 █" in found
     assert "first token p50 21.2 ms p99 492.5 ms" in found
     assert "steps overlap 50/s depth 2" in found
     assert "rows/s, device 250 rows/s, host 10" in found
     assert "host ms schedule 0.25, pack 0.50 launch 0.12, wait 1.50" in found
     assert "settle 0.75" in found
-    assert "faults failed launches 1, resumed 5" in found
+    assert "engine's faults failed launches 1, resumed 5" in found
+    assert "calls failed none" in found
+
+
+def test_calls_that_did_not_end_well_stand_by_their_status_beside_the_engines_faults():
+    view = top.View("here")
+    codes = {"OK": 7, "INTERNAL": 3, "CANCELLED": 2, "DEADLINE_EXCEEDED": 1, "UNAVAILABLE": 4}
+    codes |= {"INVALID_ARGUMENT": 1234, "RESOURCE_EXHAUSTED": 5, "UNAUTHENTICATED": 6}
+    view.take(sample(1.0, codes=codes))
+    text = drawn(view)
+    found = rows(text)
+    assert "calls failed INTERNAL 3" in found
+    refused = "INVALID_ARGUMENT 1,234, RESOURCE_EXHAUSTED 5, UNAUTHENTICATED 6, UNAVAILABLE 4"
+    # Wrapped, and no status cut off.
+    assert f"calls refused {refused}" in " ".join(found)
+    assert "calls given up CANCELLED 2, DEADLINE_EXCEEDED 1" in found
+    assert "engine's faults none" in found
+    assert "OK" not in text
 
 
 def test_server_that_was_started_anew_does_not_show_negative_rates():

@@ -144,6 +144,7 @@ def test_help_does_not_import_jax():
             "error: --profile-dir is for the admin service; turn that on with --admin",
         ),
         (("serve", "m", "--max-queued", "-1"), "error: --max-queued is -1, a limit cannot be"),
+        (("serve", "m", "--max-queued", "0"), "error: --max-queued is 0, but every request waits"),
         (
             ("serve", "m", "--max-receive-mib", "0"),
             "error: --max-receive-mib (in bytes) is 0, it must lie in [1024, 2147483647]",

@@ -180,6 +180,11 @@ def serve(
         otel_endpoint=otel_endpoint,
     )
     logs.configure(log_format)
+    if max_queued == 0:
+        raise ValueError(
+            "--max-queued is 0, but every request waits for a step, so that none would be taken; "
+            "let at least 1 wait"
+        )
     limits = dataclasses.replace(LIMITS, queued_requests=max_queued)
     config = engine.config(model, limits=limits, masked_rows=engine.served_masked_rows)
     run(config, settings, startup.error_console())

@@ -81,9 +81,10 @@ class Calls(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        call = logs.call_of(
-            handler_call_details.method, _texts(handler_call_details.invocation_metadata)
-        )
+        metadata = handler_call_details.invocation_metadata
+        # Who adds to a tracestate may send a second one; of anything else the last one counts.
+        states = ",".join(str(value) for key, value in metadata or () if key == "tracestate")
+        call = logs.call_of(handler_call_details.method, _texts(metadata) | {"tracestate": states})
         return _wrapped(handler, functools.partial(self._around, call))
 
     async def _around(

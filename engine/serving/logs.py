@@ -19,6 +19,8 @@ _UNPLAIN = re.compile(r"[^ -~]")
 _WORD = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
 _CALL_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # W3C Trace Context, level 1: version, trace id, parent id, flags; later versions may append.
+_MAX_TRACE_STATES = 32
+_TRACE_STATE = re.compile(r"([a-z0-9][a-z0-9_*/@-]{0,255})=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
@@ -36,6 +38,8 @@ class Call:
     """16 hex digits, the caller's span."""
     is_sampled: bool = True
     """False when the caller's trace is not recorded."""
+    trace_state: str = ""
+    """The caller's tracestate, for spans alone; empty without a trace or a valid one."""
 
 
 _OURS = ("engine", "models", "kernels", "treadle")
@@ -43,10 +47,12 @@ _CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", defa
 
 
 def call_of(method: str, metadata: Mapping[str, str]) -> Call:
-    """Names a call after its metadata; an unsuitable id or traceparent counts as absent."""
+    """Names a call after its metadata; what does not suit of an id or a trace counts as absent."""
     given = metadata.get("x-request-id", "")
     call_id = given if _CALL_ID.fullmatch(given) else secrets.token_hex(8)
-    return Call(method, call_id, *read_traceparent(metadata.get("traceparent", "")))
+    trace_id, parent_id, is_sampled = read_traceparent(metadata.get("traceparent", ""))
+    state = read_tracestate(metadata.get("tracestate", "")) if trace_id else ""
+    return Call(method, call_id, trace_id, parent_id, is_sampled, state)
 
 
 def read_traceparent(text: str) -> tuple[str, str, bool]:
@@ -59,6 +65,14 @@ def read_traceparent(text: str) -> tuple[str, str, bool]:
     if not is_valid or not trace_id.strip("0") or not parent_id.strip("0"):
         return "", "", True
     return trace_id, parent_id, bool(int(flags, 16) & 1)
+
+
+def read_tracestate(text: str) -> str:
+    """The entries of a tracestate without spaces around them; empty when one is not valid."""
+    entries = [entry for one in text.split(",") if (entry := one.strip(" \t"))]
+    keys = {match[1] for entry in entries if (match := _TRACE_STATE.fullmatch(entry))}
+    is_valid = len(keys) == len(entries) <= _MAX_TRACE_STATES
+    return ",".join(entries) if is_valid else ""
 
 
 def enter(call: Call) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.serving import versions
 
 if TYPE_CHECKING:
     from engine.serving.logs import Call
+
+
+_CLOSING_SECONDS = 1.0
+"""How long a collector may keep the process from its end."""
 
 
 class Spans:
@@ -24,7 +29,10 @@ class Spans:
         trace, sdk, export, resources = _packages()
         facts = {"service.name": "treadle", "service.version": versions.own_version()}
         self._trace = trace
-        self._provider = sdk.TracerProvider(resource=resources.Resource.create(facts))
+        # Closed by us and not at the interpreter's end, where nobody would bound the wait.
+        self._provider = sdk.TracerProvider(
+            resource=resources.Resource.create(facts), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("treadle")
 
@@ -52,6 +60,7 @@ class Spans:
                 int(call.parent_id, 16),
                 is_remote=True,
                 trace_flags=self._trace.TraceFlags(int(call.is_sampled)),
+                trace_state=self._trace.TraceState.from_header([call.trace_state]),
             )
             context = self._trace.set_span_in_context(self._trace.NonRecordingSpan(parent))
         service, _, method = call.method.strip("/").partition("/")
@@ -77,8 +86,11 @@ class Spans:
         span.end()
 
     def close(self) -> None:
-        """Sends what is left."""
-        self._provider.shutdown()
+        """Sends what is left; what no collector has taken after a second is dropped."""
+        # A daemon: the SDK waits up to half a minute for a collector, and offers no shorter wait.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSING_SECONDS)
 
 
 def _packages() -> tuple[Any, Any, Any, Any]:

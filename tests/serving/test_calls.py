@@ -263,6 +263,27 @@ def test_traceparent_counts_only_where_the_standard_allows_it(text, is_valid):
     assert logs.read_traceparent(text.replace("331-01", "331-00"))[2] is not is_valid
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a=1", "a=1"),
+        (" vendor@system=of two words ,\t, b/2=~! ", "vendor@system=of two words,b/2=~!"),
+        (",".join(f"k{i}=v" for i in range(32)), ",".join(f"k{i}=v" for i in range(32))),
+        (",".join(f"k{i}=v" for i in range(33)), ""),
+        ("a=1,a=2", ""),
+        ("a=1,b", ""),
+        ("A=1", ""),
+        ("a=", ""),
+        ("a=b=c", ""),
+        (f"a={'v' * 257}", ""),
+        ("a=\n", ""),
+        ("", ""),
+    ],
+)
+def test_tracestate_counts_only_where_the_standard_allows_it(text, found):
+    assert logs.read_tracestate(text) == found
+
+
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "line\nbreak", 'quote"'])
 def test_unsuitable_call_ids_are_replaced(given):
     call_id = logs.call_of(_GENERATE, {"x-request-id": given}).call_id

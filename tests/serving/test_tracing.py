@@ -1,9 +1,10 @@
 import sys
+import threading
 
 import grpc
 import pytest
 
-from engine.serving import grpc_server, tracing
+from engine.serving import grpc_server, logs, tracing
 from proto.treadle.v1 import generation_pb2 as pb
 from proto.treadle.v1 import generation_pb2_grpc as pb_grpc
 from tests.serving.running_server import running
@@ -60,6 +61,46 @@ def test_trace_that_the_caller_does_not_record_is_not_sent(exporter):
     with running(otel_endpoint="http://unused") as server:
         calls(server, ("traceparent", f"00-{_TRACE}-{_PARENT}-00"))
     assert exporter.get_finished_spans() == ()
+
+
+def test_span_carries_on_the_callers_tracestate(exporter):
+    trace = ("traceparent", f"00-{_TRACE}-{_PARENT}-01")
+    states = (("tracestate", "one=1 , two=b@x"), ("tracestate", "three=t"))
+    with running(otel_endpoint="http://unused") as server:
+        calls(server, trace, *states)
+        calls(server, trace, ("tracestate", "not valid"))
+        calls(server, *states)
+    found = [span.context.trace_state.to_header() for span in exporter.get_finished_spans()]
+    assert found == ["one=1,two=b@x,three=t"] * 2 + [""] * 4
+
+
+class StuckExporter:
+    """A collector that takes nothing until it is let go."""
+
+    def __init__(self):
+        self.is_asked, self.is_free = threading.Event(), threading.Event()
+
+    def export(self, spans):
+        self.is_asked.set()
+        self.is_free.wait(2 * _SECONDS)
+
+    def shutdown(self):
+        pass
+
+
+def test_collector_that_takes_nothing_does_not_keep_the_server_from_its_end():
+    pytest.importorskip("opentelemetry.sdk", reason="needs the extra `otel`")
+    stuck = StuckExporter()
+    spans = tracing.Spans(stuck)
+    spans.end(spans.begin(logs.call_of("/service/Method", {})), "OK", "")
+    closing = threading.Thread(target=spans.close, daemon=True)
+    closing.start()
+    assert stuck.is_asked.wait(_SECONDS)
+    # The SDK itself would wait half a minute.
+    closing.join(_SECONDS / 2)
+    is_closed = not closing.is_alive()
+    stuck.is_free.set()
+    assert is_closed
 
 
 def test_call_without_a_trace_begins_its_own(exporter):

@@ -17,14 +17,21 @@ def test_crowd_loses_leaks_and_repeats_nothing(tmp_path, capsys):
     assert min(one.points.values()) >= 10
 
 
+# A start takes longer than the crowd: faults that do not hide each other share one.
 @pytest.mark.parametrize(
-    ("plant", "fault"),
+    "faults",
     [
-        ("page", "left behind when all was quiet: {'vllm:kv_cache_usage_perc'"),
-        ("call", "not answered in 10 s"),
-        ("twice", "was answered differently"),
+        {
+            "page": "left behind when all was quiet: {'vllm:kv_cache_usage_perc'",
+            "chunk": "chunks are not what their end repeats",
+            "mask": "not of the form",
+        },
+        {"call": "not answered in 10 s"},
+        {"twice": "was answered differently"},
     ],
+    ids=" and ".join,
 )
-def test_planted_fault_is_found(tmp_path, plant, fault):
-    one = soak.soak(tmp_path, _PLANTED_SECONDS, plant=plant, call_seconds=_CALL_SECONDS)
-    assert any(fault in found for found in one.faults), list(one.report())
+def test_planted_faults_are_found(tmp_path, faults):
+    one = soak.soak(tmp_path, _PLANTED_SECONDS, plants=faults, call_seconds=_CALL_SECONDS)
+    for fault in faults.values():
+        assert any(fault in found for found in one.faults), list(one.report())

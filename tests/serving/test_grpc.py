@@ -225,7 +225,8 @@ def test_a_cancelled_call_is_aborted_in_the_engine():
 
 
 def test_a_cancelled_score_call_is_aborted_in_the_engine():
-    core = FakeCore(step_seconds=0.05, info=FakeInfo(max_rows=1))
+    # A step of one item is long beside the checks of them all, on a slow machine too.
+    core = FakeCore(step_seconds=0.5, info=FakeInfo(max_rows=1))
     items = [pb.ScoreItem(prompt_text="a", continuation_text="b")] * 100
     with running(core) as server, Connected(server) as stub:
         call = stub.Score.future(pb.ScoreRequest(items=items))
@@ -236,7 +237,8 @@ def test_a_cancelled_score_call_is_aborted_in_the_engine():
 
 
 def test_a_score_call_with_one_item_at_fault_leaves_nothing_behind():
-    core = FakeCore(step_seconds=0.05, info=FakeInfo(max_rows=1))
+    # A step of one item is long beside the checks of them all, on a slow machine too.
+    core = FakeCore(step_seconds=0.5, info=FakeInfo(max_rows=1))
     items = [pb.ScoreItem(prompt_text="a", continuation_text="b")] * 100
     items.append(pb.ScoreItem(prompt_text="a", continuation_text=""))
     with running(core) as server, Connected(server) as stub:

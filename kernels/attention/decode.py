@@ -33,9 +33,13 @@ from kernels.running_softmax import (
     per_column,
     weigh,
 )
+from kernels.tuning import Choice, Shape, rung
 
 _MIN_BLOCKS = 128
 """Fewer blocks than this leave multiprocessors idle, so rows are split."""
+_MAX_SPLITS = 16
+_MOST_BLOCKS = 8 * _MIN_BLOCKS
+"""More blocks than this are tried only where rows are not split."""
 _PAGE_SIZES = (8, 16, 32, 64)
 _MAX_QUERIES = 8
 
@@ -54,6 +58,8 @@ class _Plan:
     """Pages of a row of the page table."""
     scale: float
     window: int | None
+    chosen_splits: int | None = None
+    """None: by formula."""
 
     @property
     def columns(self) -> int:
@@ -87,12 +93,18 @@ class _Plan:
         return self.rows * self.num_kv_heads * self.cuts
 
     @property
+    def tiles(self) -> int:
+        """Of a full row."""
+        return -(-self.width // self.pages_per_tile)
+
+    @property
     def splits(self) -> int:
         """Power of two that gives enough blocks; never more than tiles."""
-        tiles = -(-self.width // self.pages_per_tile)
+        if self.chosen_splits is not None:
+            return self.chosen_splits
         # Merging 16 takes a second kernel (3.0 against 1.5 us), which a long row pays back. H200,
         # 2026-11-29.
-        most = min(16 if tiles >= 128 else 8, tiles)
+        most = min(_MAX_SPLITS if self.tiles >= 128 else 8, self.tiles)
         splits = 1
         while splits * 2 <= most and splits * self.blocks < _MIN_BLOCKS:
             splits *= 2
@@ -111,8 +123,11 @@ def decode(
     kernels: str,
     block_pages: int,
     block_bytes: int,
+    splits: int | None = None,
 ) -> jax.Array:
     """Attends rows of equal query length to their pages; see `reference.decode`.
+
+    Blocks of `splits` share a row's tiles; None: as many as keep the device busy, by formula.
 
     The pool must be finite in every page that the table names. A NaN in a query reaches the output
     of that query's head alone.
@@ -134,6 +149,7 @@ def decode(
         width=page_table.shape[1],
         scale=scale,
         window=window,
+        chosen_splits=splits,
     )
     flat = q.reshape(-1, head_dim) if queries == 1 else _grouped(q, plan)
     if flat.shape[0] < plan.columns:
@@ -146,6 +162,36 @@ def decode(
     lengths = jnp.concatenate([kv_lens[:, None], positions], axis=1)
     out = _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, plan)
     return out.reshape(q.shape) if queries == 1 else _ungrouped(out, plan)
+
+
+def shape_of(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    *_: jax.Array,
+    window: int | None,
+    **__: object,
+) -> Shape:
+    """What a call is tuned by; a window of 0 is none."""
+    return {
+        "rows": rung(q.shape[0]),
+        "queries": q.shape[1],
+        "num_kv_heads": pool.shape[1],
+        "group": q.shape[2] // pool.shape[1],
+        "head_dim": q.shape[3],
+        "page_size": pool.shape[3],
+        "pages": page_table.shape[1],
+        "window": window or 0,
+    }
+
+
+def candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Numbers of splits, the formula's first."""
+    sizes = {name: size for name, size in shape.items() if name not in ("pages", "window")}
+    plan = _Plan(**sizes, width=shape["pages"], scale=1.0, window=shape["window"] or None)
+    powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
+    tried = [n for n in powers if n <= plan.tiles and (n == 1 or n * plan.blocks <= _MOST_BLOCKS)]
+    return tuple(Choice.of("mosaic", splits=n) for n in dict.fromkeys([plan.splits, *tried]))
 
 
 def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:

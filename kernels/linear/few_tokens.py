@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.mosaic import SWIZZLED, SWIZZLED_FLOATS, Ref, round_up
+from kernels.tuning import Choice, Shape, rung
 
 MAX_TOKENS = 64
 _WIDTH = 64
@@ -26,6 +27,11 @@ _BLOCKS = 128
 _MAX_STAGES = 16
 _SHARED_BYTES = 220 * 1024
 """Of one block; two that share a multiprocessor have half each."""
+_DEPTHS = (64, 128)
+"""Inputs of one step. Blocks of the smaller one share a multiprocessor with another."""
+_MAX_SPLITS = 8
+_MOST_BLOCKS = 512
+"""Blocks of more splits than the formula's are tried up to here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +46,12 @@ class _Plan:
     splits: int
     depth: int
     """Inputs of one step."""
-    shared_bytes: int
     out_dtype: str
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of one block."""
+        return _SHARED_BYTES // (2 if self.depth == _DEPTHS[0] else 1)
 
     @property
     def rows(self) -> int:
@@ -62,8 +72,10 @@ class _Plan:
         return min(_MAX_STAGES, (self.shared_bytes - result - window - 1024) // step)
 
 
-def product(x: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
-    """See `reference.product`.
+def product(
+    x: jax.Array, weight: jax.Array, *, kernels: str, depth: int | None = None
+) -> jax.Array:
+    """See `reference.product`. Steps of `depth` inputs; None: by formula.
 
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
@@ -77,14 +89,26 @@ def product(x: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
             f"{weight.shape[1]} outputs are too few for blocks of {_WIDTH}, "
             f"at least {_BLOCKS // 2 * _WIDTH} keep the device busy"
         )
-    # Of few tokens small copies start sooner, of more large ones cost less (H200, 2026-11-30).
-    is_small = x.shape[0] <= 16
-    plan = _plan(x, weight, depth=64 if is_small else 128, blocks=2 if is_small else 1)
+    plan = _plan(x, weight, depth=depth or _product_depth(x.shape[0]))
     return _product(plan, "linear")(x, weight).reshape(shape)
 
 
-def parts(x: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
-    """See `reference.parts`: S is what keeps the device busy, f32[S, T, N].
+def _product_depth(num_tokens: int) -> int:
+    # Of few tokens small copies start sooner, of more large ones cost less (H200, 2026-11-30).
+    return 64 if num_tokens <= 16 else 128
+
+
+def parts(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    kernels: str,
+    depth: int = 128,
+    splits: int | None = None,
+) -> jax.Array:
+    """See `reference.parts`: f32[S, T, N] of `splits`; None: what keeps the device busy.
+
+    The weight alone decides the splits, so that a token adds up the same however many there are.
 
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
@@ -92,21 +116,67 @@ def parts(x: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
     if weight.ndim != 2:
         raise NotImplementedError(f"parts of a weight of {weight.ndim} dimensions, not 2")
     _decline(x, weight, 1, kernels)
-    panels = weight.shape[1] // _WIDTH
-    splits = max(1, min(_BLOCKS // panels, 4, x.shape[1] // 512))
-    plan = _plan(x, weight, splits=splits, depth=128, out_dtype="float32")
+    splits = splits or _splits(*weight.shape)
+    plan = _plan(x, weight, splits=splits, depth=depth, out_dtype="float32")
     return _product(plan, "linear_parts")(x, weight)
 
 
-def gated(x: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
-    """See `reference.gated`.
+def _splits(inputs: int, outputs: int) -> int:
+    return max(1, min(_BLOCKS // (outputs // _WIDTH), 4, inputs // 512))
+
+
+def gated(x: jax.Array, weight: jax.Array, *, kernels: str, depth: int = 64) -> jax.Array:
+    """See `reference.gated`. Steps of `depth` inputs.
 
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
     weight = weight.reshape(weight.shape[0], -1)
     _decline(x, weight, 2, kernels)
-    return _product(_plan(x, weight, halves=2, depth=64, blocks=2), "linear_gated")(x, weight)
+    return _product(_plan(x, weight, halves=2, depth=depth), "linear_gated")(x, weight)
+
+
+def shape_of(x: jax.Array, weight: jax.Array, **_: object) -> Shape:
+    """What a product is tuned by."""
+    return {"tokens": rung(x.shape[0], least=8), **weight_shape_of(x, weight)}
+
+
+def weight_shape_of(x: jax.Array, weight: jax.Array, **_: object) -> Shape:
+    """What parts and gated products are tuned by; outputs are those of both halves.
+
+    As in their formulas tokens are not among it: whatever it decides, a token adds up the same.
+    """
+    del x
+    return {"inputs": weight.shape[0], "outputs": weight.size // weight.shape[0]}
+
+
+def product_candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Depths, the formula's first; none for more tokens than are covered."""
+    if shape["tokens"] > MAX_TOKENS:
+        return ()
+    return _depths(_product_depth(shape["tokens"]))
+
+
+def gated_candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Depths, the formula's first."""
+    del shape
+    return _depths(64)
+
+
+def _depths(first: int) -> tuple[Choice, ...]:
+    return tuple(Choice.of("mosaic", depth=depth) for depth in dict.fromkeys([first, *_DEPTHS]))
+
+
+def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Depths and splits, the formula's first."""
+    inputs, panels = shape["inputs"], shape["outputs"] // _WIDTH
+    formula = 128, _splits(inputs, shape["outputs"])
+    powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
+    tried = [n for n in powers if n * 512 <= inputs and n * panels <= _MOST_BLOCKS]
+    # Whoever adds up the parts takes no more values of a token: see `kernels.norm`.
+    tried = [n for n in tried if n * shape["outputs"] <= 2**15]
+    pairs = dict.fromkeys([formula, *((depth, n) for depth in _DEPTHS for n in tried)])
+    return tuple(Choice.of("mosaic", depth=depth, splits=n) for depth, n in pairs)
 
 
 def _decline(x: jax.Array, weight: jax.Array, halves: int, kernels: str) -> None:
@@ -132,10 +202,8 @@ def _plan(
     depth: int,
     halves: int = 1,
     splits: int = 1,
-    blocks: int = 1,
     out_dtype: str = "bfloat16",
 ) -> _Plan:
-    """`blocks` share a multiprocessor."""
     inputs, outputs = weight.shape
     return _Plan(
         num_tokens=x.shape[0],
@@ -144,7 +212,6 @@ def _plan(
         halves=halves,
         splits=splits,
         depth=depth,
-        shared_bytes=_SHARED_BYTES // blocks,
         out_dtype=out_dtype,
     )
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from kernels.dispatch import Dispatch
 from kernels.mla import decode as mosaic_decode
 from kernels.mla import reference
+from kernels.tuning import Tunable
 
-decode = Dispatch("mla.decode", [("mosaic", mosaic_decode.decode), ("reference", reference.decode)])
+decode = Dispatch(
+    "mla.decode",
+    [("mosaic", mosaic_decode.decode), ("reference", reference.decode)],
+    Tunable(mosaic_decode.shape_of, mosaic_decode.candidates),
+)
 """Absorbed: rows of a fixed query length, in latents. See `reference.decode` for the contract."""
 
 prefill = Dispatch("mla.prefill", [("reference", reference.prefill)])

@@ -28,6 +28,7 @@ from kernels.running_softmax import (
     per_column,
     weigh,
 )
+from kernels.tuning import Choice, Shape, rung
 
 _STAGES = 2
 """Tiles on their way at once: a third, 72 KB, would not fit beside the queries."""
@@ -63,6 +64,8 @@ class _Plan:
     width: int
     """Pages of a row of the page table."""
     scale: float
+    chosen_splits: int | None = None
+    """None: by formula."""
 
     @property
     def row_columns(self) -> int:
@@ -101,8 +104,16 @@ class _Plan:
         return TILE // self.page_size
 
     @property
+    def split_counts(self) -> tuple[int, ...]:
+        """Powers of two that leave no split without a tile of a full row."""
+        tiles = -(-self.width // self.pages_per_tile)
+        return tuple(1 << i for i in range(_MAX_SPLITS.bit_length()) if 1 << i <= tiles)
+
+    @property
     def splits(self) -> int:
         """The power of two with which the device is done first, were all rows full."""
+        if self.chosen_splits is not None:
+            return self.chosen_splits
         tiles = -(-self.width // self.pages_per_tile)
 
         def cost(splits: int) -> int:
@@ -110,8 +121,7 @@ class _Plan:
             merged = 0 if splits == 1 else 1
             return turns * (-(-tiles // splits) + _EXTRA_TILES) + merged
 
-        choices = [1 << i for i in range(_MAX_SPLITS.bit_length()) if 1 << i <= tiles]
-        return min(choices, key=cost)
+        return min(self.split_counts, key=cost)
 
     def panel(self, itemsize: int) -> int:
         """Latent dims written at once: what shared memory is left for."""
@@ -132,8 +142,11 @@ def decode(
     block_pages: int,
     block_bytes: int,
     kernels: str,
+    splits: int | None = None,
 ) -> jax.Array:
     """Attends rows of equal query length to the latents of their pages; see `reference.decode`.
+
+    Blocks of `splits` share a row's tiles; None: as many as keep the device busy, by formula.
 
     The pool must be finite in every page that the table names. A NaN in a query reaches the output
     of that query's head alone.
@@ -152,6 +165,7 @@ def decode(
         page_size=pool.shape[1],
         width=page_table.shape[1],
         scale=scale,
+        chosen_splits=splits,
     )
     # A slice of a larger array is refused where it starts at no multiple of 16 bytes; these are
     # arrays of their own, made once a step and shared by the layers.
@@ -161,6 +175,36 @@ def decode(
     out = _attend(*flat, pool.reshape(-1, pool.shape[-1]), page_starts, lengths, plan)
     out = out.reshape(rows, -1, latent)[:, : plan.row_columns]
     return out.reshape(q_latent.shape)
+
+
+def shape_of(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    *_: jax.Array,
+    **__: object,
+) -> Shape:
+    """What a call is tuned by."""
+    del q_rope
+    rows, queries, num_heads, latent = q_latent.shape
+    return {
+        "rows": rung(rows),
+        "queries": queries,
+        "num_heads": num_heads,
+        "latent": latent,
+        "page_size": pool.shape[1],
+        "pages": page_table.shape[1],
+    }
+
+
+def candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Numbers of splits, the formula's first."""
+    sizes = {name: size for name, size in shape.items() if name != "pages"}
+    plan = _Plan(**sizes, width=shape["pages"], scale=1.0)
+    most = 8 * _MULTIPROCESSORS
+    tried = [n for n in plan.split_counts if n == 1 or n * plan.blocks <= most]
+    return tuple(Choice.of("mosaic", splits=n) for n in dict.fromkeys([plan.splits, *tried]))
 
 
 def _decline(q_latent: jax.Array, q_rope: jax.Array, pool: jax.Array, kernels: str) -> None:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels.moe import products, tables
 from kernels.moe.products import Tile
 from kernels.mosaic import Ref, round_up
+from kernels.tuning import Choice, Shape
 
 _THREADS = 128
 """Of a warpgroup."""
@@ -29,8 +30,11 @@ def experts(
     down: jax.Array,
     *,
     kernels: str = "plain",
+    columns: int | None = None,
 ) -> jax.Array:
     """Every token's weighted sum over its experts' outputs; see `reference.experts`.
+
+    A tile has `columns` tokens; None: by formula.
 
     Outputs are rounded before they are weighted and summed, in float32, in the order of the
     choices.
@@ -41,7 +45,7 @@ def experts(
     products.decline_unless_covered(x, gate_up, down, kernels)
     num_tokens, top_k = expert_ids.shape
     num_experts, hidden_size, width = down.shape
-    columns = _columns(num_tokens * top_k, num_experts)
+    columns = columns or _columns(num_tokens * top_k, num_experts)
     num_tiles = _num_tiles(num_tokens * top_k, num_experts, columns)
     padded = round_up(num_tokens, tables.SIDE)
     ids, _ = tables.by_choice(expert_ids, weights, num_experts, padded)
@@ -57,6 +61,16 @@ def _columns(size: int, num_experts: int) -> int:
     """Tokens of a tile, by the mean rows of an expert. H200, 2026-11-29."""
     mean = size / num_experts
     return 32 if mean <= 32 else 64 if mean < 256 else 128
+
+
+def candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Tokens of a tile, the formula's first; none for so few that a tile holds hardly one."""
+    size, num_experts = shape["tokens"] * shape["top_k"], shape["num_experts"]
+    if size < 2 * num_experts:
+        return ()
+    tried = [n for n in (32, 64, 128) if n <= 4 * size // num_experts]
+    columns = dict.fromkeys([_columns(size, num_experts), *tried])
+    return tuple(Choice.of("permuted", columns=n) for n in columns)
 
 
 def _tile(columns: int, rows: int) -> Tile:

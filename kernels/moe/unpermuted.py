@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from kernels.moe import products, tables
 from kernels.moe.products import DEPTH, MULTIPROCESSORS, Tile
 from kernels.mosaic import round_up
+from kernels.tuning import Choice, Shape
 
 MAX_TOKENS = 128
 
@@ -24,8 +25,13 @@ def experts(
     down: jax.Array,
     *,
     kernels: str = "plain",
+    down_rows: int | None = None,
+    splits: int | None = None,
 ) -> jax.Array:
     """Every token's weighted sum over its experts' outputs; see `reference.experts`.
+
+    In the second product blocks take `down_rows` weight rows and `splits` of them share the
+    inputs; None: by formula, which decides both or neither.
 
     Weights multiply silu(gate) * up in float32, before it is rounded, and a token's experts add up
     in float32 in the order of their ids, for some inputs at a time: a part each. A choice whose
@@ -47,7 +53,11 @@ def experts(
     token_weights, chosen, count = tables.choose(*by_choice, num_experts)
     first = _gate_up_tile(columns, 2 * width)
     hidden = products.shared_gate_up(gate_up, x, chosen, count, token_weights, first)
-    second, splits = _down_tile(columns, hidden_size, width)
+    if down_rows is None or splits is None:
+        second, splits = _down_tile(columns, hidden_size, width)
+    else:
+        consumers = 2 if down_rows > 128 else 1
+        second = Tile(columns, consumers, down_rows // consumers)
     parts = products.summed_down(down, hidden, chosen, count, whole, splits, second)
     return parts if num_tokens == whole else parts[:, :num_tokens]
 
@@ -80,3 +90,25 @@ def _down_tile(columns: int, rows: int, width: int) -> tuple[Tile, int]:
 
     *_, tile, splits = min(map(plan, tiles), key=lambda found: found[:2])
     return tile, splits
+
+
+def candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Block rows and splits of the second product, the formula's first; none for many tokens."""
+    if shape["tokens"] > MAX_TOKENS:
+        return ()
+    columns, hidden_size = _columns(shape["tokens"]), shape["hidden_size"]
+    num_steps = shape["intermediate_size"] // DEPTH
+    tile, splits = _down_tile(columns, hidden_size, shape["intermediate_size"])
+    found = [(tile.block_rows, splits)]
+    # As in the formula: short blocks are for few tokens, tall ones for many.
+    for rows in (64, 128) if columns <= 16 else (128, 256):
+        if hidden_size % rows:
+            continue
+        blocks = hidden_size // rows
+        # Those that leave the splits equal steps, keep the device busy and are under way at once.
+        counts = sorted({-(-num_steps // longest) for longest in range(1, num_steps + 1)})
+        busy = range(2 * MULTIPROCESSORS // 3, MULTIPROCESSORS + 1)
+        found += [(rows, n) for n in counts if n * blocks in busy]
+    return tuple(
+        Choice.of("unpermuted", down_rows=rows, splits=n) for rows, n in dict.fromkeys(found)
+    )

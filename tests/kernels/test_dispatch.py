@@ -6,6 +6,7 @@ import pytest
 
 from kernels.dispatch import Dispatch
 from kernels.norm import api
+from kernels.tuning import Choice
 from tests.kernels import norm_cases
 
 
@@ -27,6 +28,26 @@ def test_call_that_nothing_takes_says_why():
     op = Dispatch("op", [("kernel", declining), ("reference", declining)])
     with pytest.raises(NotImplementedError, match=r"no implementation of op takes.*by is 4"):
         op(jnp.float32(3), by=4)
+
+
+def test_chosen_form_is_asked_first_with_its_settings_and_the_others_without():
+    asked = []
+
+    def kernel(name, takes):
+        def run(x, *, by, depth=1):
+            asked.append((name, depth))
+            if not takes:
+                raise NotImplementedError(name)
+            return x * by * depth
+
+        return name, run
+
+    op = Dispatch("op", [kernel("first", False), kernel("second", True), ("reference", scaled)])
+    assert op(jnp.float32(3), by=2) == 6
+    assert op(jnp.float32(3), by=2, choice=Choice.of("second", depth=5)) == 30
+    assert op(jnp.float32(3), by=2, choice=Choice.of("first", depth=7)) == 6
+    assert asked == [("first", 1), ("second", 1), ("second", 5), ("first", 7)]
+    assert op.counts == {"second": 3}
 
 
 def test_reference_runs_as_it_is_and_a_kernel_is_traced_once_for_equal_calls():

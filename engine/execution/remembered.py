@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 import jaxlib.version
 
+from kernels.tuning import TUNING
+
 _log = logging.getLogger(__name__)
 
 PACKAGES = ("engine", "models", "kernels")
@@ -54,13 +56,16 @@ def put(file: pathlib.Path, content: bytes) -> None:
 
 
 def digest(about: object) -> str:
-    """Names what was made from `about`, told apart by its repr, by this code on this device."""
+    """Names what was made from `about`, told apart by its repr, by this code on this device.
+
+    What was measured for the device's kernels belongs to the code.
+    """
     state = hashlib.blake2b(digest_size=16)
     device = jax.devices()[0]
     versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
     for part in (*versions, device.device_kind, _processor(), repr(about)):
         state.update(part.encode() + b"\0")
-    state.update(_code())
+    state.update(_code() + TUNING.fingerprint())
     return state.hexdigest()
 
 

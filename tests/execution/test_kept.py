@@ -1,5 +1,7 @@
 """A compiled program is kept under what tells it apart, and loaded; a broken file is no program."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from engine.execution import kept
+from kernels.tuning import TUNING, Choice, Entry, Table
 
 ABOUT = ("no options",)
 
@@ -96,6 +99,18 @@ def test_precision_setting_is_part_of_the_name():
         assert kept.file_of(trace(), ABOUT) != before
     finally:
         jax.config.update("jax_default_matmul_precision", old)
+
+
+def test_what_was_measured_for_the_device_is_part_of_the_name():
+    shape = {"inputs": 4096, "outputs": 4096}
+    choice = Choice.of("mosaic", depth=64, splits=4)
+    measured = Entry("linear.parts", shape, choice, 9.0, 9.9, "2026-12-01")
+    names = []
+    for entries in ((), (), (measured,), (dataclasses.replace(measured, us=8.0),)):
+        with TUNING.using(Table(jax.devices()[0].device_kind, entries)):
+            names.append(kept.file_of(trace(), ABOUT))
+    assert names[0] == names[1] == kept.file_of(trace(), ABOUT)
+    assert len(set(names)) == 3
 
 
 def test_program_with_array_constants_is_not_kept():

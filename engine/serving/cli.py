@@ -19,6 +19,7 @@ from engine.serving.commands import (
     options,
     serve,
     top,
+    tune,
 )
 
 _EPILOG = (
@@ -55,6 +56,7 @@ app.command("gateway", context_settings={"allow_extra_args": True, "ignore_unkno
 app.command("bench")(bench.bench)
 app.command(_BENCH_SERVE)(bench_serve.bench_serve)
 app.command("check")(check.check)
+app.command("tune")(tune.tune)
 
 
 @app.callback()

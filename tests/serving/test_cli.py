@@ -81,7 +81,18 @@ def _read(path):
 # Words of every command.
 
 
-_COMMANDS = ("demo", "generate", "chat", "score", "serve", "bench", "bench serve", "top", "check")
+_COMMANDS = (
+    "demo",
+    "generate",
+    "chat",
+    "score",
+    "serve",
+    "bench",
+    "bench serve",
+    "top",
+    "check",
+    "tune",
+)
 
 
 def test_help_names_every_command_and_where_to_start(run):

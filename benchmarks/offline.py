@@ -16,6 +16,7 @@ left, from the start of the process to the first token.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
@@ -52,18 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the arguments name and writes the report."""
     options = _parser().parse_args(arguments)
     report: dict[str, Any] = {}
-    if options.first_token:
-        from benchmarks import startup
+    with tuned(options):
+        if options.first_token:
+            from benchmarks import startup
 
-        report = startup.first_token(engine_config(options))
-    elif options.startup:
-        from benchmarks import startup
+            report = startup.first_token(engine_config(options))
+        elif options.startup:
+            from benchmarks import startup
 
-        words = sys.argv[1:] if arguments is None else list(arguments)
-        report = startup.cold_and_warm(words, options.compilation_cache)
-    else:
-        for report in throughput(options):
-            _write(options.json, report)  # a run cut short keeps what it measured
+            words = sys.argv[1:] if arguments is None else list(arguments)
+            report = startup.cold_and_warm(words, options.compilation_cache)
+        else:
+            for report in throughput(options):
+                _write(options.json, report)  # a run cut short keeps what it measured
     if options.json is None:
         print(_text(report))
     _write(options.json, report)
@@ -89,8 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=pathlib.Path, help="where the report goes; default: standard output")
     add("--startup", action="store_true", help="measure process start to first token instead")
     add("--first-token", action="store_true", help="one start-up in this process")
+    add("--tuned", metavar="FILE", help="kernels' choices in place of the device's; none: formulas")
     add_engine_options(parser)
     return parser
+
+
+def tuned(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Puts the choices that the arguments name in place of those measured for the device."""
+    if options.tuned is None:
+        return contextlib.nullcontext()
+    from kernels import tuning
+
+    is_none = options.tuned == "none"
+    table = tuning.Table("none") if is_none else tuning.read(pathlib.Path(options.tuned))
+    return tuning.TUNING.using(table)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -147,15 +161,17 @@ def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from benchmarks import conditions
     from engine.core import Core
     from engine.serving.commands.bench import Shape
+    from kernels.tuning import TUNING
 
     names = BASELINE if options.shapes == "baseline" else options.shapes.split(",")
     shapes = [Shape.parse(name) for name in names]
     core = Core.start(engine_config(options), progress=_say)
     try:
         work = {"work": "greedy, ignore_eos, prefix cache off, distinct random prompts, medians"}
+        choices = {"tuned_choices": len(TUNING.in_force().entries)}
         report: dict[str, Any] = {
             "benchmark": "offline",
-            "conditions": conditions.of_machine() | conditions.of_engine(core) | work,
+            "conditions": conditions.of_machine() | conditions.of_engine(core) | work | choices,
             "results": [],
         }
         for shape in shapes:

@@ -8,27 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import checkpoint
-from models.batch import Batch
+from models.batch import Batch, Tiling
 from models.cache import Cache, open_cache
 from models.checkpoint import Leaf
 from models.registry import Model
 
 
 def load_params(
-    model: Model, source: checkpoint.Source, leaves: Mapping[str, Leaf] | None = None
+    model: Model,
+    source: checkpoint.Source,
+    leaves: Mapping[str, Leaf] | None = None,
+    dtype: str = "float32",
 ) -> Mapping[str, object]:
-    """Float32 parameters, host tables under "host"; `leaves` stands in for the model's own."""
-    tables = checkpoint.load_host(model.host_leaves(), source, dtype="float32")
+    """Parameters, host tables under "host"; `leaves` stands in for the model's own."""
+    tables = checkpoint.load_host(model.host_leaves(), source, dtype=dtype)
     params = checkpoint.load(
         model.leaves() if leaves is None else leaves,
         source,
-        dtype="float32",
+        dtype=dtype,
         put=lambda buffer, leaf: jax.device_put(buffer),
         ignore=model.ignores,
     )
     return params | {"host": tables}
 
 
+PLAIN = Tiling()
 # One size serves every prompt of the goldens, so that a model compiles once for all lengths.
 MAX_TOKENS = 144
 
@@ -40,6 +44,8 @@ def full_logits(
     page_size: int,
     chunk: int = MAX_TOKENS,
     num_decoded: int = 0,
+    dtype: str = "float32",
+    tiling: Tiling = PLAIN,
 ) -> np.ndarray:
     """f32[T, V] logits of every position of one prompt.
 
@@ -50,10 +56,12 @@ def full_logits(
       page_size: tokens of a page; pages lie in the pool in descending order.
       chunk: tokens of one prefill step; the last one is padded to it.
       num_decoded: tokens at the end that go one by one through a decode program.
+      dtype: of the cache.
+      tiling: how attention is computed.
     """
     num_pages = -(-MAX_TOKENS // page_size)
     table = np.arange(num_pages, 0, -1, dtype=np.int32)
-    spec = model.cache_spec(page_size, "float32")
+    spec = model.cache_spec(page_size, dtype)
     pools = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.pool_shapes(num_pages + 1)
     )
@@ -62,10 +70,11 @@ def full_logits(
     for start in range(0, split, chunk):
         some = ids[start : min(start + chunk, split)]
         step = prefill_step(len(spec.groups), table, start, len(some), chunk)
+        step = step.replace(tiling=tiling)
         logits, pools = _run(model, params, pools, _padded(some, chunk), step)
         out.append(logits[: len(some)])
     for position in range(split, len(ids)):
-        step = _decode_step(len(spec.groups), table, position)
+        step = _decode_step(len(spec.groups), table, position).replace(tiling=tiling)
         logits, pools = _run(model, params, pools, _padded(ids[position : position + 1], 2), step)
         out.append(logits[:1])
     return np.concatenate(out)

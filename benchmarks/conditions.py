@@ -68,6 +68,11 @@ def of_engine(core: Core) -> dict[str, Any]:
     }
 
 
+def tag(device: str) -> str:
+    """The end of a result's name: NVIDIA H200 -> h200."""
+    return device.lower().removeprefix("nvidia ").replace(" ", "_")
+
+
 def of_driver(field: str) -> str | None:
     """What the NVIDIA driver says of the first device, without units; None where there is none."""
     program = shutil.which("nvidia-smi")

@@ -30,6 +30,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # a machine that only borrows the tree has nothing installed
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from engine.config import EngineConfig
     from engine.core import Core
     from engine.serving.commands.bench import Shape
@@ -160,11 +162,9 @@ def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Starts an engine and measures every shape on it; yields the report after each one."""
     from benchmarks import conditions
     from engine.core import Core
-    from engine.serving.commands.bench import Shape
     from kernels.tuning import TUNING
 
-    names = BASELINE if options.shapes == "baseline" else options.shapes.split(",")
-    shapes = [Shape.parse(name) for name in names]
+    works = shapes(options.shapes)
     core = Core.start(engine_config(options), progress=_say)
     try:
         work = {"work": "greedy, ignore_eos, prefix cache off, distinct random prompts, medians"}
@@ -174,11 +174,18 @@ def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "conditions": conditions.of_machine() | conditions.of_engine(core) | work | choices,
             "results": [],
         }
-        for shape in shapes:
+        for shape in works:
             report["results"].append(measure(core, shape, options.repeats, options.seed))
             yield report
     finally:
         core.close()
+
+
+def shapes(text: str) -> list[Shape]:
+    """`baseline`, or NxIN+OUT,NxIN+OUT,..."""
+    from engine.serving.commands.bench import Shape
+
+    return [Shape.parse(name) for name in (BASELINE if text == "baseline" else text.split(","))]
 
 
 def _say(stage: str, fraction: float, detail: str) -> None:
@@ -254,14 +261,17 @@ def run(
     }
 
 
-def _requests(core: Core, shape: Shape, seed: int, max_tokens: int) -> list[Any]:
+def prompts(vocab_size: int, shape: Shape, seed: int) -> np.ndarray:
+    """i32[requests, tokens]: distinct random ids, the same for every engine."""
     import numpy as np
 
+    size = (shape.num_requests, shape.prompt_len)
+    return np.random.default_rng(seed).integers(vocab_size, size=size, dtype=np.int32)
+
+
+def _requests(core: Core, shape: Shape, seed: int, max_tokens: int) -> list[Any]:
     from engine.request import Request, SamplingParams
 
-    rng = np.random.default_rng(seed)
-    size = (shape.num_requests, shape.prompt_len)
-    prompts = rng.integers(core.info.vocab_size, size=size, dtype=np.int32)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
     return [
         Request(
@@ -273,7 +283,7 @@ def _requests(core: Core, shape: Shape, seed: int, max_tokens: int) -> list[Any]
             max_tokens=max_tokens,
             seed=index,
         )
-        for index, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts(core.info.vocab_size, shape, seed))
     ]
 
 

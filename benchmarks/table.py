@@ -1,9 +1,10 @@
-"""Turns measured JSON into Markdown tables and an SVG chart, and fills the README's table.
+"""Turns measured JSON into Markdown tables and charts, and fills the README's table.
 
     python benchmarks/table.py                       # results/*.json -> README.md and charts there
     python benchmarks/table.py --readme README.md    # also the block between its markers
 
 Reads nothing but the files named (all of benchmarks/results/ when none is) and runs anywhere.
+Charts are SVG, and PNG too where matplotlib is installed (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _TITLES = {
     "qkv": "Norm, rotation and KV write, one layer",
     "linear": "Products of few tokens",
     "norm": "Residual and norm",
+    "moe": "Choice of experts and their products, one layer",
 }
+KINDS = tuple(_TITLES)
+"""Benchmarks that a page shows."""
 
 Report = dict[str, Any]
 
@@ -45,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the tables")
     parser.add_argument("--readme", type=pathlib.Path, help="file whose marked block is filled")
     options = parser.parse_args(arguments)
-    files = options.files or sorted(RESULTS.glob("*.json"))
+    files = options.files or sorted(options.out.glob("*.json"))
     reports = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "README.md").write_text(page(reports), encoding="utf-8")
     for name, report in reports.items():
         if report["benchmark"] == "offline" and (bars := shares_of_bound(report)):
             (options.out / f"{name}.svg").write_text(chart(report, bars), encoding="utf-8")
+            draw(options.out / f"{name}.png", report, bars)
     if options.readme is not None:
         text = options.readme.read_text(encoding="utf-8")
         options.readme.write_text(filled(text, readme_block(reports)), encoding="utf-8")
@@ -308,14 +313,44 @@ def chart(report: Report, bars: Bars) -> str:
         + _text(_LEFT + 150 * i + 15, 33, name, "start")
         for i, name in enumerate(names)
     ]
-    c = report["conditions"]
-    title = _text(_LEFT, 15, f"{c['model']} on {c['device']}: share of the bound", "start")
+    title = _text(_LEFT, 15, _title(report), "start")
     size = f'width="{_LEFT + _WIDTH + 60}" height="{y}"'
     background = '<rect width="100%" height="100%" fill="white"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
         f"{background}{title}{''.join(key)}{''.join(parts)}</svg>\n"
     )
+
+
+def _title(report: Report) -> str:
+    c = report["conditions"]
+    return f"{c['model']} on {c['device']}: share of the bound"
+
+
+def draw(path: pathlib.Path, report: Report, bars: Bars) -> bool:
+    """Writes the same chart as PNG; returns False where matplotlib is not installed."""
+    try:
+        import matplotlib.figure
+    except ImportError:
+        return False
+    names = list(dict.fromkeys(name for _, pairs in bars for name, _ in pairs))
+    height = 0.8 / len(names)
+    figure = matplotlib.figure.Figure(figsize=(8, 1.2 + 0.55 * len(bars)), layout="constrained")
+    axis: Any = figure.subplots()
+    for i, (name, colour) in enumerate(zip(names, _COLOURS, strict=False)):
+        places = [row + (i - (len(names) - 1) / 2) * height for row in range(len(bars))]
+        shares = [100 * dict(pairs).get(name, 0.0) for _, pairs in bars]
+        drawn = axis.barh(places, shares, height, color=colour, label=name)
+        axis.bar_label(drawn, [f"{share:.0f}%" if share else "" for share in shares], padding=3)
+    axis.set_yticks(range(len(bars)), [shape for shape, _ in bars])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 105)
+    axis.set_xlabel("% of the bound")
+    axis.set_title(_title(report), fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return True
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -127,6 +127,12 @@ def test_bars_are_as_long_as_their_share_of_the_bound():
     assert widths == [240.0, 232.8, 288.0, 384.0]
 
 
+def test_the_same_bars_are_drawn_as_png(tmp_path):
+    path = tmp_path / "run.png"
+    assert table.draw(path, OFFLINE, table.shares_of_bound(OFFLINE))
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
 def test_the_readme_block_alone_is_replaced(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")

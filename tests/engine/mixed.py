@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ SETTINGS = {
     "token_budget": BUDGET,
 }
 
-KINDS: tuple[dict[str, object], ...] = (
+KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"logprobs": 5},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
@@ -51,7 +52,7 @@ def made(gguf: Path) -> list[Request]:
     for i in range(NUM_REQUESTS):
         length = (1, LONGEST, 16, 17, 64)[i] if i < 5 else draw.randrange(1, 56)
         start = 0 if i % 5 == 0 else draw.randrange(len(ids) - LONGEST)
-        params = {"logprobs": 0} | KINDS[i % len(KINDS)]
+        params: dict[str, Any] = {"logprobs": 0} | KINDS[i % len(KINDS)]
         prompt = ids[start : start + length]
         requests.append(
             loop.request(

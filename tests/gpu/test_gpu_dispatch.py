@@ -32,6 +32,7 @@ def started(request, has_kernels, tmp_path_factory):
     settings = {
         "deterministic": True,
         "num_pages": NUM_PAGES,
+        "max_rows": 8,
         "page_size": 64 if has_kernels else 16,
     }
     settings |= {"token_budget": 512, "token_rungs": (512,), "prefix_cache": False}

@@ -16,7 +16,7 @@ from tests.engine import loop, mixed, poisoned
 from tests.engine.mixed import assert_same
 from tests.kernels import dispatched
 
-SETTINGS = mixed.SETTINGS | {"page_size": 16, "num_pages": 600}
+SETTINGS = mixed.SETTINGS | {"page_size": 16, "num_pages": 600, "max_rows": 8}
 FEW_PAGES = 100
 ALLOWED = {"bfloat16": Bound(0.15, 0.03), "float32": Bound(1e-3, 0.001)}
 """What the kernels may move, in logits and share of the greedy positions.

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=pathlib.Path, help="a config.json instead of the models of the table")
     add("--shapes", help="instead of the table's, NxIN+OUT,...")
     add("--repeats", type=int, default=3, help="measured runs of each shape")
+    add("--tokenizer", help="of the masked rows' grammar; default: that of the demo model")
     return parser
 
 
@@ -136,7 +137,8 @@ def plan(options: argparse.Namespace, engine: Sequence[str], tag: str) -> list[S
     shape = ("--shape", options.shapes.split(",")[0]) if options.shapes else ()
     add(f"{name}:startup", "offline.py", f"{name}_{tag}_startup.json", 2, *given, "--startup")
     add(f"{name}:served", "served.py", f"{name}_{tag}_served.json", 4, *given, *repeats, *shape)
-    add(f"{name}:masked", "masked.py", f"{name}_{tag}_masked.json", 3, *given, *repeats)
+    words = ("--tokenizer", options.tokenizer) if options.tokenizer else ()
+    add(f"{name}:masked", "masked.py", f"{name}_{tag}_masked.json", 3, *given, *repeats, *words)
     for name, path in models.items():
         words = ("--model", path, *engine)
         add(f"{name}:memory", "memory.py", f"{name}_{tag}_memory.json", 3, *words)

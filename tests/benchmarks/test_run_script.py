@@ -45,6 +45,11 @@ def test_engine_words_go_to_engines_alone():
     assert "--max-rows" in steps["qwen3_8b:startup"] and "--max-rows" not in steps["op:moe"]
 
 
+def test_a_tokenizer_goes_to_the_masked_rows_alone():
+    words = {step.name: step.words for step in steps_of("--tokenizer", "t.gguf")}
+    assert [name for name, given in words.items() if "t.gguf" in given] == ["qwen3_8b:masked"]
+
+
 def test_only_chooses_by_name_and_by_beginning():
     steps = steps_of()
     found = [step.name for step in run.chosen(steps, "qwen3_8b,op:*")]

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--in-graphs", action="store_true", help="the share inside graphs, and no times")
     add("--txt", type=pathlib.Path, help="where the list goes besides standard output")
     offline.add_engine_options(parser)
-    parser.set_defaults(max_model_len=1024)
+    parser.set_defaults(max_model_len=1024, token_budget=512, token_rungs=(512,))
     return parser
 
 

@@ -1,9 +1,6 @@
 """Decode attention: the kernel's values, interpreted, what it takes and what it declines."""
 
 import functools
-import pathlib
-import subprocess
-import sys
 import types
 
 import jax
@@ -16,10 +13,9 @@ from engine.execution.runner import device_profile
 from kernels.attention import api, decode
 from models import attention
 from models.batch import Batch, Tiling
-from tests.kernels import decode_cases
+from tests.kernels import decode_cases, interpretation
 from tests.kernels.decode_cases import GUARDED, POISONED_ROW, VALUES, Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Weights and output are rounded to bfloat16, each by 2^-9 at most and about a third of it on
 # average.
 TOLERANCE = 3e-3
@@ -28,11 +24,7 @@ TOLERANCE = 3e-3
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
+    return interpretation.run("interpreted", tmp_path_factory.mktemp("interpreted"))
 
 
 # --- values ---

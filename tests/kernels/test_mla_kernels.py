@@ -1,9 +1,6 @@
 """Latent decode attention: the kernel's values, interpreted, what it takes and what it declines."""
 
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +8,9 @@ import numpy as np
 import pytest
 
 from kernels.mla import api, decode
-from tests.kernels import mla_decode_cases
+from tests.kernels import interpretation, mla_decode_cases
 from tests.kernels.mla_decode_cases import Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Weights and output are rounded to bfloat16, each by 2^-9 at most and about a third of it on
 # average.
 TOLERANCE = 3e-3
@@ -23,11 +19,7 @@ TOLERANCE = 3e-3
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_mla", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
+    return interpretation.run("interpreted_mla", tmp_path_factory.mktemp("interpreted"))
 
 
 # --- values ---

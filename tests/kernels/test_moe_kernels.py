@@ -1,9 +1,6 @@
 """Kernels of the mixture of experts: their values, interpreted, what they take and decline."""
 
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.moe import api, products, reference, unpermuted
-from tests.kernels import moe_cases
+from tests.kernels import interpretation, moe_cases
 from tests.kernels.moe_cases import (
     CHOICES,
     GUARDED,
@@ -24,18 +21,13 @@ from tests.kernels.moe_cases import (
     Choice,
 )
 
-ROOT = pathlib.Path(__file__).parents[2]
 SHARED_BYTES = 232448  # of one block, barriers included. NVIDIA H200.
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_moe", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
+    return interpretation.run("interpreted_moe", tmp_path_factory.mktemp("interpreted"))
 
 
 def error(found, expected):

@@ -1,9 +1,6 @@
 """Prefill attention: the kernel's values, interpreted, what it takes and what it declines."""
 
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +8,9 @@ import numpy as np
 import pytest
 
 from kernels.attention import api, prefill
-from tests.kernels import prefill_cases
+from tests.kernels import interpretation, prefill_cases
 from tests.kernels.prefill_cases import CUT, CUT_AT, EMPTY, GUARDED, POISONED_TOKEN, VALUES, Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Weights and output are rounded to bfloat16, each by 2^-9 at most and about a third of it on
 # average.
 TOLERANCE = 3e-3
@@ -23,11 +19,7 @@ TOLERANCE = 3e-3
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
-    path = tmp_path_factory.mktemp("interpreted") / "found.npz"
-    command = [sys.executable, "-m", "tests.kernels.interpreted_prefill", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return np.load(path)
+    return interpretation.run("interpreted_prefill", tmp_path_factory.mktemp("interpreted"))
 
 
 # --- values ---

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import statistics
@@ -47,6 +48,8 @@ BASELINE = (
     "16x4096+1",
 )
 """The shapes that peers were measured on."""
+_FIRST = "1x32+1"
+"""What a start is timed to the end of."""
 _WARM_UP_TOKENS = 8
 _PEERS = ROOT / "benchmarks" / "peers"
 
@@ -58,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tuned(options):
         if options.first_token:
             from benchmarks import startup
+            from engine.serving.commands.bench import Shape
 
-            report = startup.first_token(engine_config(options))
+            one = functools.partial(run, shape=Shape.parse(_FIRST), seed=options.seed)
+            report = startup.first_token(engine_config(options), one)
         elif options.startup:
             from benchmarks import startup
 

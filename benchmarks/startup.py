@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.core import Core
 
 _SCRIPT = pathlib.Path(__file__).with_name("offline.py")
-_PROMPT_LEN = 32
 _START_TIME_FIELD = 19
 """Of /proc/PID/stat, counted behind the command's name: clock ticks from boot to process start."""
 
@@ -28,17 +28,21 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def first_token(config: EngineConfig) -> dict[str, Any]:
-    """Starts an engine in this process, answers one request and says when its token was there."""
-    from benchmarks import conditions, offline
+def first_token(config: EngineConfig, answer: Callable[[Core], object]) -> dict[str, Any]:
+    """Starts an engine in this process and says when its first token was there.
+
+    Args:
+      config: of the engine.
+      answer: has it make one token.
+    """
+    from benchmarks import conditions
     from engine.core import Core
-    from engine.serving.commands.bench import Shape
 
     imported = process_seconds()
     core = Core.start(config)
     ready = process_seconds()
     try:
-        offline.run(core, Shape(1, _PROMPT_LEN, 1), config.seed)
+        answer(core)
         first = process_seconds()
         return {
             "conditions": conditions.of_machine() | conditions.of_engine(core),

@@ -50,7 +50,7 @@ BASELINE = (
 """The shapes that peers were measured on."""
 _FIRST = "1x32+1"
 """What a start is timed to the end of."""
-_WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 8
 _PEERS = ROOT / "benchmarks" / "peers"
 
 
@@ -210,7 +210,7 @@ def measure(core: Core, shape: Shape, repeats: int, seed: int = 0) -> dict[str, 
             f"shape {shape} needs {length} tokens but max_model_len is {core.info.max_model_len}; "
             "raise --max-model-len or choose other --shapes"
         )
-    run(core, shape, seed, num_output_tokens=min(_WARM_UP_TOKENS, shape.num_output_tokens))
+    run(core, shape, seed, num_output_tokens=min(WARM_UP_TOKENS, shape.num_output_tokens))
     core.reset_times()
     before = core.stats()
     runs = [run(core, shape, seed + 1 + repeat) for repeat in range(repeats)]

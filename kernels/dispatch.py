@@ -48,10 +48,9 @@ class Dispatch:
         *kernels, (last, reference) = self._implementations
         # Python's sort leaves the others in their order.
         kernels.sort(key=lambda implementation: implementation[0] != choice.form)
-        settings = [dict(choice.settings), *({} for _ in kernels)]
+        own = {choice.form: dict(choice.settings)}
         calls = [
-            (name, _traced_once(kernel, **kwargs, **own))
-            for (name, kernel), own in zip(kernels, settings, strict=False)
+            (name, _traced_once(kernel, **kwargs, **own.get(name, {}))) for name, kernel in kernels
         ]
         for name, call in (*calls, (last, functools.partial(reference, **kwargs))):
             try:

@@ -6,7 +6,6 @@ import argparse
 import json
 import pathlib
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from benchmarks import conditions
 from benchmarks.roofline import Ceilings
+from engine.execution.timing import elapsed
 
 Checks = Iterator[tuple[str, bool, str]]
 """(what was checked, whether it holds, its figure)."""
@@ -82,17 +82,8 @@ def seconds(call: Callable[[], Any], sample_seconds: float) -> float:
     """
     for _ in range(3):  # compiles, runs, records its graph
         jax.block_until_ready(call())
-    calls = max(10, int(10 * sample_seconds / _elapsed(call, 10)))
-    return statistics.median(_elapsed(call, calls) / calls for _ in range(_SAMPLES))
-
-
-def _elapsed(call: Callable[[], Any], calls: int) -> float:
-    began = time.perf_counter()
-    out = None
-    for _ in range(calls):
-        out = call()
-    jax.block_until_ready(out)
-    return time.perf_counter() - began
+    calls = max(10, int(10 * sample_seconds / elapsed(call, 10)))
+    return statistics.median(elapsed(call, calls) / calls for _ in range(_SAMPLES))
 
 
 def worst_error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from engine.serving.commands.bench import Shape
 
 _NOT_THERE = 2
-_WARM_UP_TOKENS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +111,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(llm: Any, vocab_size: int, shape: Shape, repeats: int, seed: int) -> dict[str, float]:
     """Medians of one shape, as a peer's file keeps them."""
     num_output = shape.num_output_tokens
-    _run(llm, offline.prompts(vocab_size, shape, seed), min(_WARM_UP_TOKENS, num_output))
+    _run(llm, offline.prompts(vocab_size, shape, seed), min(offline.WARM_UP_TOKENS, num_output))
     seconds = statistics.median(
         _run(llm, offline.prompts(vocab_size, shape, seed + 1 + repeat), num_output)
         for repeat in range(repeats)

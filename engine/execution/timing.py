@@ -201,7 +201,7 @@ class DeviceBench:
         """Of a plain reduction over 1 GiB, which is what the floor is made of."""
         x = jnp.ones((8, 2**26), jnp.bfloat16)
         run = jax.jit(lambda x: x.max(axis=1))
-        return x.nbytes / min(_elapsed(lambda: run(x), 10) / 10 for _ in range(_SAMPLES))
+        return x.nbytes / min(elapsed(lambda: run(x), 10) / 10 for _ in range(_SAMPLES))
 
 
 def _traced(job: Job, programs: list[_Program], choice: Choice) -> list[Any] | None:
@@ -252,17 +252,18 @@ def _samples(calls: Sequence[Callable[[], Any] | None]) -> list[list[float]]:
     repeats = []
     for call in calls:
         if call is not None:
-            _elapsed(call, _WARM_UP_CALLS)  # records its graph
-        repeats.append(call and max(3, int(_SAMPLE_SECONDS / (_elapsed(call, 3) / 3))))
+            elapsed(call, _WARM_UP_CALLS)  # records its graph
+        repeats.append(call and max(3, int(_SAMPLE_SECONDS / (elapsed(call, 3) / 3))))
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(_SAMPLES):
         for call, count, mine in zip(calls, repeats, samples, strict=True):
             if call is not None and count:
-                mine.append(_elapsed(call, count) / count)
+                mine.append(elapsed(call, count) / count)
     return samples
 
 
-def _elapsed(call: Callable[[], Any], calls: int) -> float:
+def elapsed(call: Callable[[], Any], calls: int) -> float:
+    """Seconds of so many calls, all under way at once; each returns arrays to wait for."""
     began = time.perf_counter()
     out = None
     for _ in range(calls):

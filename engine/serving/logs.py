@@ -18,7 +18,8 @@ LogFormat = Literal["text", "json"]
 _UNPLAIN = re.compile(r"[^ -~]")
 _WORD = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
 _CALL_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# W3C Trace Context, level 1: version, trace id, parent id, flags; later versions may append.
+# W3C Trace Context, level 1. Of a traceparent: version, trace id, parent id, flags; later versions
+# may append. Of a tracestate: an entry's key and value.
 _MAX_TRACE_STATES = 32
 _TRACE_STATE = re.compile(r"([a-z0-9][a-z0-9_*/@-]{0,255})=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")

@@ -9,26 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from engine.execution.candidates import TUNED
 from kernels import tuning
-from kernels.attention import api as attention
 from kernels.linear import api as linear
-from kernels.mla import api as mla
 from kernels.moe import api as moe
 from kernels.tuning import FORMULA, TUNING, Choice, Entry, Table
 from tests.kernels import decode_cases, linear_cases, mla_decode_cases, moe_cases
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPS = {
-    op.op: op
-    for op in (
-        attention.decode,
-        mla.decode,
-        linear.product,
-        linear.parts,
-        linear.gated,
-        moe.experts,
-    )
-}
 CASE = linear_cases.Case("parts", 8, inputs=1024, outputs=1024)
 SHAPE = {"inputs": 1024, "outputs": 1024}
 TWO, ONE = (Choice.of("mosaic", depth=128, splits=n) for n in (2, 1))
@@ -162,9 +150,9 @@ CALLS = {
 def test_shape_has_the_fields_of_the_file_and_the_formula_is_the_first_candidate(op):
     case, settings = CALLS[op]
     call = case.decode("mosaic") if hasattr(case, "decode") else case.call("mosaic")
-    shape = OPS[op].tunable.shape(*case.structs, **getattr(call, "keywords", {}))
+    shape = TUNED[op].tunable.shape(*case.structs, **getattr(call, "keywords", {}))
     assert tuple(shape) == tuning.OPS[op].shape
-    candidates = OPS[op].tunable.candidates(shape)
+    candidates = TUNED[op].tunable.candidates(shape)
     assert Choice.of("mosaic", **settings) in candidates
     assert set(dict(candidates[0].settings)) == set(tuning.OPS[op].forms["mosaic"])
 
@@ -210,7 +198,7 @@ def test_every_choice_in_the_repository_is_a_candidate(file):
     assert tuning.file_of(kept.device) == file
     assert file.read_text() == kept.text(), "`treadle tune` writes it otherwise"
     for entry in kept.entries:
-        candidates = OPS[entry.op].tunable.candidates
+        candidates = TUNED[entry.op].tunable.candidates
         assert kept.choice(entry.op, entry.shape, candidates) == entry.choice
 
 

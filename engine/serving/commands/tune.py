@@ -80,19 +80,17 @@ def tune(
             for job in candidates.jobs_of(*_opened(model, bench), known):
                 if job not in jobs:
                     jobs.append(job)
-        held_out = [candidates.Job(*one) for one in candidates.HELD_OUT] if check else []
+        held_out = [candidates.Job(*one) for one in candidates.HELD_OUT if one[0] in known]
         found: list[Measured] = []
         checked: list[Measured] = []
-        for many, measured in (
-            (found, jobs),
-            (checked, [job for job in held_out if job.op in known]),
-        ):
-            for one in bench.measure(measured):
-                many.append(one)
-                # A run cut short keeps what it measured.
-                _write(json_file, bench, {"tuned": found, "held_out": checked})
-                if many is found:
-                    _keep(one, bench.profile.name)
+        # A run cut short keeps what it measured.
+        for one in bench.measure(jobs):
+            found.append(one)
+            _write(json_file, bench, {"tuned": found, "held_out": checked})
+            _keep(one, bench.profile.name)
+        for one in bench.measure(held_out if check else []):
+            checked.append(one)
+            _write(json_file, bench, {"tuned": found, "held_out": checked})
     _print(_table([*found, *checked]))
     if found:
         file = tuning.file_of(bench.profile.name)

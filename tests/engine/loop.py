@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core import Core
+from engine.execution.buckets import Ladder, ProgramKey
 from engine.request import Delta, Request, SamplingParams, TokenLogprobs
 from engine.scheduling.scheduler import Scheduler
 
@@ -50,8 +51,26 @@ class Output:
         )
 
 
+_ALL_KEYS = Ladder.keys
+
 Outputs = dict[tuple[str, int], Output]
 """By request id and choice."""
+
+
+def assert_same(found: Outputs, expected: Outputs) -> None:
+    """Bit-equal ids, log-probabilities, alternatives, prompt scores and ends."""
+    assert found, "nothing ran"
+    wrong = [
+        f"{key}: {output.said}\n  expected: {expected[key].said}"
+        for key, output in found.items()
+        if output.said != expected[key].said
+    ]
+    assert not wrong, f"{len(wrong)} of {len(found)} are not what was expected:\n" + wrong[0]
+
+
+def unscored(ladder: Ladder) -> tuple[ProgramKey, ...]:
+    """Stands in for `Ladder.keys` where nobody asks for the log-probabilities of a prompt."""
+    return tuple(key for key in _ALL_KEYS(ladder) if key.head != "score")
 
 
 def start(model: object, **changes: Any) -> Core:

@@ -145,14 +145,3 @@ def forced(requests: Sequence[Request], served: loop.Outputs, scored: Scores) ->
                     gaps.append(found.top_logprobs[0] - found.logprob)
     assert np.isfinite([*gaps, *apart]).all()
     return Forced(len(gaps), sum(gap > 0 for gap in gaps), max(gaps, default=0.0), max(apart))
-
-
-def assert_same(found: loop.Outputs, expected: loop.Outputs) -> None:
-    """Bit-equal ids, log-probabilities, alternatives, prompt scores and ends."""
-    assert found, "nothing ran"
-    wrong = [
-        f"{key}: {output.said}\n  alone: {expected[key].said}"
-        for key, output in found.items()
-        if output.said != expected[key].said
-    ]
-    assert not wrong, f"{len(wrong)} of {len(found)} differ from their run alone:\n" + wrong[0]

@@ -63,6 +63,29 @@ def _ids(requests: Sequence[Request], clean: loop.Outputs) -> set[int]:
     return set().union(*prompts, *(clean[one.request_id, 0].token_ids for one in requests))
 
 
+def assert_flagged_alone(
+    core: Core,
+    requests: Sequence[Request],
+    clean: loop.Outputs,
+    victim: str,
+    token_id: int,
+    poisoned_requests: Sequence[Request],
+) -> loop.Output:
+    """The victim ends, the others and all of them afterwards say what they said; returns its end.
+
+    Bit-equal: ids, and log-probabilities where they are asked for.
+    """
+    with embedding(core, token_id):
+        found = loop.run(core, poisoned_requests)
+    failed = found.pop((victim, 0))
+    assert_failed(failed, victim, clean[victim, 0])
+    again = loop.run(core, requests)
+    for outputs, count in ((found, len(clean) - 1), (again, len(clean))):
+        loop.assert_same(outputs, clean)
+        assert len(outputs) == count
+    return failed
+
+
 def assert_failed(output: loop.Output, victim: str, clean: loop.Output) -> None:
     """Ended by name, with nothing said that a clean run would not have said."""
     assert output.finish_reason == "error" and output.error is not None

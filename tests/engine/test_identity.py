@@ -8,7 +8,8 @@ import pytest
 
 from engine.request import Request
 from tests.engine import loop, mixed
-from tests.engine.mixed import NUM_REQUESTS, SETTINGS, assert_same
+from tests.engine.loop import assert_same
+from tests.engine.mixed import NUM_REQUESTS, SETTINGS
 
 LOGIT_TOLERANCE = 1e-3
 """float32; two ids closer than this may change places between two programs."""

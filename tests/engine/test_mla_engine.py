@@ -8,25 +8,19 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from engine.execution.buckets import Ladder, ProgramKey
+from engine.execution.buckets import Ladder
 from tests.engine import loop
 from tests.families import tiny
 
 NAME = "glm4_moe_lite"
 NUM_PAGES = 22
 """Of 4 tokens: a little more than the longest request needs, so that rows are preempted."""
-_ALL_KEYS = Ladder.keys
-
-
-def unscored(ladder: Ladder) -> tuple[ProgramKey, ...]:
-    """What these requests run on: nobody asks for the log-probabilities of a prompt."""
-    return tuple(key for key in _ALL_KEYS(ladder) if key.head != "score")
 
 
 @pytest.fixture(scope="module")
 def pinned(tmp_path_factory):
     folder = tiny.write_checkpoint(NAME, tmp_path_factory.mktemp(NAME))
-    with mock.patch.object(Ladder, "keys", unscored):
+    with mock.patch.object(Ladder, "keys", loop.unscored):
         core = loop.start(folder, page_size=4, max_model_len=80, deterministic=True)
     yield core
     assert core.stats().compiles_after_ready == 0

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from engine.execution.buckets import Ladder, ProgramKey
+from engine.execution.buckets import Ladder
 from tests.engine import loop, poisoned
 from tests.families import tiny
 from tests.kernels import dispatched
@@ -17,12 +17,6 @@ NAMES = [name for name, promise in dispatched.PROMISES.items() if promise.config
 PROMPT_LENS = (1, 17, 100, 64, 33, 5)
 VICTIM = "r2"
 NUM_PAGES, FEW_PAGES = 120, 60
-_ALL_KEYS = Ladder.keys
-
-
-def unscored(ladder: Ladder) -> tuple[ProgramKey, ...]:
-    """What these requests run on: nobody asks for the log-probabilities of a prompt."""
-    return tuple(key for key in _ALL_KEYS(ladder) if key.head != "score")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -42,7 +36,7 @@ def started(request, has_kernels, tmp_path_factory):
         settings["load_format"] = "dummy"
     else:
         path = tiny.write_checkpoint(name, folder)
-    with mock.patch.object(Ladder, "keys", unscored), dispatched.recorded() as calls:
+    with mock.patch.object(Ladder, "keys", loop.unscored), dispatched.recorded() as calls:
         core = loop.start(path, **settings)
     yield name, core, calls
     assert core.stats().compiles_after_ready == 0
@@ -80,10 +74,6 @@ def test_covered_model_runs_every_promised_kernel(started, say):
     assert dispatched.broken(calls, dispatched.PROMISES[name].ops) == []
 
 
-def said(outputs: loop.Outputs) -> dict:
-    return {key: one.said for key, one in outputs.items()}
-
-
 @pytest.mark.parametrize("where", ["in its prompt", "at a sampled id"])
 def test_row_that_turns_nan_is_flagged_alone(where, core, requests, clean, say):
     if where == "in its prompt":
@@ -92,16 +82,10 @@ def test_row_that_turns_nan_is_flagged_alone(where, core, requests, clean, say):
     else:
         victim, bad = poisoned.said_by_one(requests, clean)
         some = requests
-    with poisoned.embedding(core, bad):
-        found = loop.run(core, some)
-    failed = found.pop((victim, 0))
-    poisoned.assert_failed(failed, victim, clean[victim, 0])
-    assert len(found) == len(requests) - 1
-    assert said(found) == {key: clean[key].said for key in found}
-    assert said(loop.run(core, requests)) == said(clean)
+    failed = poisoned.assert_flagged_alone(core, requests, clean, victim, bad, some)
     say(
-        f"NaN {where}: {victim} ended after {len(failed.token_ids)} ids; {len(found)} others, and "
-        "all again over its pages, are bit-equal"
+        f"NaN {where}: {victim} ended after {len(failed.token_ids)} ids; {len(requests) - 1} "
+        "others, and all again over its pages, are bit-equal"
     )
 
 
@@ -109,5 +93,6 @@ def test_nan_in_pages_that_nobody_owns(started, requests, clean, say):
     few = loop.rescheduled(started[1], num_pages=FEW_PAGES, prefix_cache=False)
     num_pages = poisoned.pages_from(few, FEW_PAGES)
     found = loop.run(few, requests)
-    assert said(found) == said(clean)
+    loop.assert_same(found, clean)
+    assert len(found) == len(clean)
     say(f"{len(found)} answers beside {num_pages} pages of NaN are bit-equal")

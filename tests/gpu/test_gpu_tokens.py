@@ -13,7 +13,7 @@ from engine.execution import runner
 from engine.execution.battery import Bound
 from engine.execution.buckets import Ladder, ProgramKey
 from tests.engine import loop, mixed, poisoned
-from tests.engine.mixed import assert_same
+from tests.engine.loop import assert_same
 from tests.kernels import dispatched
 
 SETTINGS = mixed.SETTINGS | {"page_size": 16, "num_pages": 600, "max_rows": 8}

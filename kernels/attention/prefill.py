@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels import query_tiles
 from kernels.mosaic import (
-    MASKED,
     SWIZZLED,
     Ref,
     decline_past_32_bits,
@@ -28,12 +27,8 @@ from kernels.mosaic import (
     div_rem,
     round_up,
 )
+from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial
 
-_ROWS = 64
-"""Queries of a warpgroup: the fixed side of its product."""
-_CONSUMERS = 2
-_SLAB = 8
-"""A swizzled copy starts at multiples of it; a tile therefore does too, before its row's token."""
 _PANEL = 64
 """Head dims of one copy of a tile that is not written whole."""
 _MULTIPROCESSORS = 132
@@ -41,12 +36,6 @@ _MULTIPROCESSORS = 132
 _PAGE_SIZES = (16, 32, 64)
 _WEIGHTS_IN_REGISTERS = True
 """False only where the kernel is interpreted, which knows no product of registers."""
-
-_SCORES = plgpu.Layout.WGMMA
-_PER_ROW = _SCORES.reduce(1)
-
-Partial = tuple[jax.Array, jax.Array, jax.Array]
-# Of the blocks seen so far: weighted values [64, H], highest score [64], sum of weights [64].
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +57,11 @@ class _Plan:
     @property
     def heads_at_once(self) -> int:
         """Query heads of one unit: its warpgroups take a head each, or else half of the tokens."""
-        return _CONSUMERS if self.group % _CONSUMERS == 0 and not self.is_wide else 1
+        return CONSUMERS if self.group % CONSUMERS == 0 and not self.is_wide else 1
 
     @property
     def tile_tokens(self) -> int:
-        return _ROWS * _CONSUMERS // self.heads_at_once
+        return ROWS * CONSUMERS // self.heads_at_once
 
     @property
     def cuts(self) -> int:
@@ -92,7 +81,7 @@ class _Plan:
     def num_tiles(self) -> int:
         """Most tiles that T tokens can be cut into; those of no chunk count as two more rows."""
         rows = min(self.max_chunk_rows, self.rows) + 2
-        most = self.num_tokens + rows * (self.tile_tokens - 1 + _SLAB - 1)
+        most = self.num_tokens + rows * (self.tile_tokens - 1 + SLAB - 1)
         return most // self.tile_tokens
 
     @property
@@ -145,21 +134,6 @@ class _Tile:
 
 
 _COLUMNS = len(dataclasses.fields(_Tile))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """Units that one block works on, one after the other."""
-
-    block: jax.Array
-    count: jax.Array
-    num_blocks: int
-
-    def unit_at(self, i: jax.Array) -> jax.Array:
-        """Forth and back, since units come longest first."""
-        _, is_back = div_rem(i, 2)
-        place = jnp.where(is_back == 1, self.num_blocks - 1 - self.block, self.block)
-        return i * self.num_blocks + place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +207,7 @@ def prefill(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pool.shape[1], pool.shape[3]
     # A copy may start near the array's end and reads zeros past it, but is not taller than it.
-    padded = max(round_up(num_tokens, _SLAB), _ROWS)
+    padded = max(round_up(num_tokens, SLAB), ROWS)
     plan = _Plan(
         num_tokens=padded,
         rows=kv_lens.shape[0],
@@ -283,7 +257,6 @@ def _work_list(
     Returns:
       i32[num_tiles, fields of `_Tile`], and how many of them are used, i32[1].
     """
-    num_tokens = positions.shape[0]
     row = jnp.arange(plan.rows, dtype=jnp.int32)
     chunk_ends = jnp.where(row >= num_decode, cu_q_lens[1:], cu_q_lens[:-1])
     # Two rows more: the decode rows' tokens, and the padding.
@@ -292,33 +265,17 @@ def _work_list(
         [chunk_ends, cu_q_lens[num_decode][None], jnp.full((1,), plan.num_tokens, jnp.int32)]
     )
     lens = jnp.pad(kv_lens, (0, 2))
-    aligned = starts // _SLAB * _SLAB
-    counts = jnp.where(ends > starts, -(-(ends - aligned) // plan.tile_tokens), 0)
-    stops = jnp.cumsum(counts, dtype=jnp.int32)
-
-    tile = jnp.arange(plan.num_tiles, dtype=jnp.int32)
-    rows = jnp.sum(tile[:, None] >= stops[None, :], axis=1, dtype=jnp.int32)
-    is_used = rows < plan.rows + 2
-    rows = jnp.where(is_used, rows, 0)
-    token = aligned[rows] + (tile - (stops - counts)[rows]) * plan.tile_tokens
-    begin = jnp.maximum(starts[rows] - token, 0)
-    end = jnp.where(is_used, jnp.minimum(ends[rows] - token, plan.tile_tokens), 0)
-    position = positions[jnp.clip(token + begin, 0, num_tokens - 1)] - begin
-    num_keys = jnp.where((lens[rows] > 0) & is_used, position + end, 0)
-    in_table = jnp.minimum(rows, plan.rows - 1)
-    entries = jnp.stack([in_table, token // _SLAB, begin, end, position, num_keys], axis=1)
-
+    cut = query_tiles.cut(starts, ends, positions, plan.tile_tokens, plan.num_tiles)
+    num_keys = jnp.where((lens[cut.row] > 0) & cut.is_used, cut.position + cut.end, 0)
+    in_table = jnp.minimum(cut.row, plan.rows - 1)
+    columns = (in_table, cut.token // SLAB, cut.begin, cut.end, cut.position, num_keys)
     seen = num_keys
     if plan.window is not None:
-        seen = jnp.minimum(seen, end - begin + plan.window)
-    cost = jnp.where(is_used, seen, -1)
-    is_before = (cost[None, :] > cost[:, None]) | (
-        (cost[None, :] == cost[:, None]) & (tile[None, :] < tile[:, None])
+        seen = jnp.minimum(seen, cut.end - cut.begin + plan.window)
+    is_before = query_tiles.is_longer(jnp.where(cut.is_used, seen, -1))
+    return query_tiles.in_order(jnp.stack(columns, axis=1), is_before), cut.counts.sum(
+        keepdims=True
     )
-    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    is_placed = place[None, :] == tile[:, None]
-    tiles = jnp.sum(jnp.where(is_placed[..., None], entries[None], 0), axis=1, dtype=jnp.int32)
-    return tiles, counts.sum(keepdims=True)
 
 
 def _attend(
@@ -335,29 +292,29 @@ def _attend(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
     scratch = dict(
-        q_tile=swizzled(_CONSUMERS, _ROWS, head_dim),
+        q_tile=swizzled(CONSUMERS, ROWS, head_dim),
         keys=swizzled(stages, keys, head_dim),
         values=swizzled(stages, keys, head_dim),
-        ragged=plgpu.SMEM((_CONSUMERS, _ROWS, _PANEL), jnp.bfloat16),
-        q_here=plgpu.Barrier(num_barriers=_CONSUMERS),
-        q_free=plgpu.Barrier(num_barriers=_CONSUMERS),
+        ragged=plgpu.SMEM((CONSUMERS, ROWS, _PANEL), jnp.bfloat16),
+        q_here=plgpu.Barrier(num_barriers=CONSUMERS),
+        q_free=plgpu.Barrier(num_barriers=CONSUMERS),
         keys_here=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_at_once),
         values_here=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_at_once),
-        keys_free=plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-        values_free=plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
-        turn=plgpu.Barrier(num_arrivals=_CONSUMERS),
+        keys_free=plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
+        values_free=plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
+        turn=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
     if not plan.is_wide:
-        scratch["whole"] = swizzled(_CONSUMERS, _ROWS, head_dim)
+        scratch["whole"] = swizzled(CONSUMERS, ROWS, head_dim)
     if not _WEIGHTS_IN_REGISTERS:
-        scratch["weights"] = swizzled(_CONSUMERS, _ROWS, keys)
+        scratch["weights"] = swizzled(CONSUMERS, ROWS, keys)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         kernel_name="paged_prefill",
         grid=(plan.num_blocks,),
         grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
@@ -379,24 +336,25 @@ def _kernel(
     """One block: its share of the units, each a tile for `heads_at_once` heads of one kv head."""
     memory = _Memory(**scratch)
     warpgroup = jax.lax.axis_index("warpgroup")
-    share = _share(num_used[0] * plan.units_per_tile, jax.lax.axis_index("block"), plan)
+    num_units = num_used[0] * plan.units_per_tile
+    share = query_tiles.share(num_units, jax.lax.axis_index("block"), plan.num_blocks)
 
     def unit_at(i: jax.Array) -> _Unit:
         return _unit(tiles, share.unit_at(i), plan)
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(plan.registers[0], action="increase")
-        pl.when(warpgroup == 1)(lambda: _take_turn(memory))
+        pl.when(warpgroup == 1)(lambda: query_tiles.take_turn(memory.turn))
 
         def consume(i: jax.Array, filled: jax.Array) -> jax.Array:
             return _consume(out, memory, unit_at(i), filled, warpgroup, plan)
 
         jax.lax.fori_loop(0, share.count, consume, jnp.int32(0))
-        pl.when(warpgroup == 0)(lambda: _take_turn(memory))
+        pl.when(warpgroup == 0)(lambda: query_tiles.take_turn(memory.turn))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(plan.registers[1], action="decrease")
 
@@ -407,18 +365,12 @@ def _kernel(
 
         filled = jax.lax.fori_loop(0, share.count, produce, jnp.int32(0))
         # What is freed is waited for, also when nothing takes its place.
-        for warpgroup_at in range(_CONSUMERS):
+        for warpgroup_at in range(CONSUMERS):
             free = memory.q_free.at[warpgroup_at]
             pl.when(share.count > 0)(functools.partial(plgpu.barrier_wait, free))
         for i in range(plan.stages):
             for free in (memory.keys_free, memory.values_free):
                 _await_place(free, filled + i, plan)
-
-
-def _share(num_units: jax.Array, block: jax.Array, plan: _Plan) -> _Share:
-    full, rest = div_rem(num_units, plan.num_blocks)
-    last = _Share(block, full, plan.num_blocks).unit_at(full) - full * plan.num_blocks
-    return _Share(block, full + (last < rest).astype(jnp.int32), plan.num_blocks)
 
 
 def _unit(tiles: Ref, index: jax.Array, plan: _Plan) -> _Unit:
@@ -440,24 +392,24 @@ def _unit(tiles: Ref, index: jax.Array, plan: _Plan) -> _Unit:
 def _place(unit: _Unit, warpgroup: jax.Array | int, plan: _Plan) -> tuple[Any, Any, Any]:
     """A warpgroup's first eight tokens by number, tokens of the tile before them, query head."""
     if plan.heads_at_once == 1:
-        skipped, query_head = warpgroup * (_ROWS // _SLAB), unit.query_head
+        skipped, query_head = warpgroup * (ROWS // SLAB), unit.query_head
     else:
         skipped, query_head = 0, unit.query_head + warpgroup
-    return unit.tile.slab + skipped, skipped * _SLAB, query_head
+    return unit.tile.slab + skipped, skipped * SLAB, query_head
 
 
 def _fetch_queries(
     q: Ref, memory: _Memory, unit: _Unit, has_predecessor: jax.Array, plan: _Plan
 ) -> None:
     """Fetches the queries of both warpgroups as soon as each is done with those it has."""
-    for warpgroup in range(_CONSUMERS):
+    for warpgroup in range(CONSUMERS):
         slab, _, query_head = _place(unit, warpgroup, plan)
         # Where all 64 tokens are past the array's end, any others will do: nothing is written.
-        start = jnp.minimum(slab, plan.num_tokens // _SLAB - 1) * _SLAB
+        start = jnp.minimum(slab, plan.num_tokens // SLAB - 1) * SLAB
         free = memory.q_free.at[warpgroup]
         pl.when(has_predecessor)(functools.partial(plgpu.barrier_wait, free))
         plgpu.copy_gmem_to_smem(
-            q.at[pl.ds(start, _ROWS), query_head],
+            q.at[pl.ds(start, ROWS), query_head],
             memory.q_tile.at[warpgroup],
             memory.q_here.at[warpgroup],
         )
@@ -520,20 +472,18 @@ def _consume(
         query_at = unit.tile.position + skipped if is_masked else None
         return _attend_block(partial, i, filled, q_tile, weights, memory, unit, query_at, plan)
 
-    partial = _nothing(plan)
+    partial = query_tiles.nothing(plan.head_dim)
     if not plan.masks_every_step:
         seen = functools.partial(step, is_masked=False)
         partial = jax.lax.fori_loop(0, unit.num_full, seen, partial)
     cut = functools.partial(step, is_masked=True)
-    values, _, total = jax.lax.fori_loop(unit.num_full, unit.num_steps, cut, partial)
+    partial = jax.lax.fori_loop(unit.num_full, unit.num_steps, cut, partial)
     plgpu.barrier_arrive(memory.q_free.at[warpgroup])
     plgpu.barrier_arrive(memory.turn)  # the other's, while this one writes
 
-    # Only rows that saw no key have a total of 0; a NaN must stay one.
-    divisor = jnp.where(total == 0, 1.0, total)
-    result = (values / _per_row(divisor, values)).astype(jnp.bfloat16)
-    begin = jnp.clip(unit.tile.begin - skipped, 0, _ROWS)
-    end = jnp.clip(unit.tile.end - skipped, 0, _ROWS)
+    result = query_tiles.normalized(partial)
+    begin = jnp.clip(unit.tile.begin - skipped, 0, ROWS)
+    end = jnp.clip(unit.tile.end - skipped, 0, ROWS)
     target = out.at[:, query_head]
 
     def write_rows() -> None:
@@ -543,7 +493,7 @@ def _consume(
         write_rows()
     else:
         whole = memory.whole.at[warpgroup]
-        is_whole = jnp.logical_and(begin == 0, end == _ROWS)
+        is_whole = jnp.logical_and(begin == 0, end == ROWS)
         pl.when(is_whole)(lambda: _write(result, whole, target, slab, plan))
         pl.when(jnp.logical_not(is_whole))(write_rows)
     plgpu.barrier_wait(memory.turn)
@@ -567,34 +517,9 @@ def _write(
         plgpu.commit_smem()
         panel = target.at[:, pl.ds(start, width)]
         if rows is None:
-            plgpu.copy_smem_to_gmem(staged, panel.at[pl.ds(slab * _SLAB, _ROWS)])
+            plgpu.copy_smem_to_gmem(staged, panel.at[pl.ds(slab * SLAB, ROWS)])
         else:
-            _write_rows(staged, panel, *rows, slab * _SLAB)
-
-
-def _write_rows(
-    source: Ref, target: Ref, begin: jax.Array, end: jax.Array, start: jax.Array
-) -> None:
-    """Copies rows `begin` to `end` to those from `start` on; the rows beside are a neighbour's.
-
-    Eight at once and then one by one: the size of a copy is static.
-    """
-
-    def copy(size: int, row: jax.Array) -> None:
-        rows = source.at[pl.ds(row, size)]
-        plgpu.copy_smem_to_gmem(rows, target.at[pl.ds(start + row, size)])
-
-    num_eights, _ = div_rem(jnp.maximum(end - begin, 0), 8)
-    pl.loop(0, num_eights)(lambda i: copy(8, begin + 8 * i))
-    pl.loop(begin + 8 * num_eights, end)(lambda row: copy(1, row))
-
-
-def _nothing(plan: _Plan) -> Partial:
-    return (
-        plgpu.layout_cast(jnp.zeros((_ROWS, plan.head_dim), jnp.float32), _SCORES),
-        plgpu.layout_cast(jnp.full((_ROWS,), MASKED, jnp.float32), _PER_ROW),
-        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
-    )
+            query_tiles.write_rows(staged, panel, *rows, slab * SLAB)
 
 
 def _attend_block(
@@ -608,104 +533,49 @@ def _attend_block(
     query_at: jax.Array | None,
     plan: _Plan,
 ) -> Partial:
-    """Adds the keys of one block; a running softmax in powers of two.
+    """Adds the keys of one block.
 
     `query_at`: position of the first query, where some keys may be hidden from some queries.
     """
-    values, high, total = partial
     slot = _slot(filled + i, plan)
-    factor = plan.scale * math.log2(math.e)
-
-    def score(out: Ref) -> jax.Array:
-        plgpu.wgmma(out, q_tile, memory.keys.at[slot].T)
-        _take_turn(memory)
-        return out[...]
-
-    scores = _accumulated(score, (_ROWS, plan.keys_at_once))
-    plgpu.barrier_arrive(memory.keys_free.at[slot])
-    if query_at is not None:
-        start = (unit.first + i) * plan.keys_at_once
-        scores = jnp.where(_is_visible(scores.shape, query_at, start, plan), scores, -jnp.inf)
-    new_high = jnp.maximum(high, scores.max(axis=1) * factor)
-    kept = jnp.exp2(high - new_high)
-    probabilities = jnp.exp2(scores * factor - _per_row(new_high, scores))
-    values = values * _per_row(kept, values)
-    total = total * kept + probabilities.sum(axis=1)
-    weights = probabilities.astype(jnp.bfloat16)
-    # Nothing of the softmax may sink below: the tensor cores are the other's until it is done.
-    values, new_high, total, weights = jax.lax.optimization_barrier(
-        (values, new_high, total, weights)
+    block = query_tiles.Block(
+        score=lambda out: plgpu.wgmma(out, q_tile, memory.keys.at[slot].T),
+        num_keys=plan.keys_at_once,
+        values=memory.values.at[slot],
+        keys_free=memory.keys_free.at[slot],
+        values_here=memory.values_here.at[slot],
+        values_free=memory.values_free.at[slot],
+        turn=memory.turn,
+        weights=weights_tile,
     )
-    plgpu.barrier_arrive(memory.turn)
-    plgpu.barrier_wait(memory.values_here.at[slot])
-    plgpu.barrier_wait(memory.turn)
+
+    def visible(shape: tuple[int, int]) -> jax.Array:
+        assert query_at is not None
+        return _is_visible(shape, query_at, (unit.first + i) * plan.keys_at_once, plan)
 
     def wait_for_next_keys() -> None:
         here = memory.keys_here.at[_slot(filled + i + 1, plan)]
         pl.when(i + 1 < unit.num_steps)(lambda: plgpu.barrier_wait(here))
 
-    values = _add_values(values, weights, memory.values.at[slot], weights_tile, wait_for_next_keys)
-    plgpu.barrier_arrive(memory.values_free.at[slot])
-    return values, new_high, total
+    return query_tiles.attend_block(
+        partial,
+        block,
+        plan.scale * math.log2(math.e),
+        None if query_at is None else visible,
+        wait_for_next_keys,
+    )
 
 
 def _is_visible(
-    shape: tuple[int, ...], query_at: jax.Array, start: jax.Array, plan: _Plan
+    shape: tuple[int, int], query_at: jax.Array, start: jax.Array, plan: _Plan
 ) -> jax.Array:
     """bool[64, keys_at_once]: the key is no later than the query, and within its window."""
-    query_at = query_at + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_SCORES)
-    key_at = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_SCORES)
+    query_at, key_at = query_tiles.places(shape, query_at, start)
     is_visible = key_at <= query_at
     if plan.window is not None:
         is_visible = jnp.logical_and(is_visible, key_at > query_at - plan.window)
     return is_visible
 
 
-def _add_values(
-    values: jax.Array,
-    weights: jax.Array,
-    block: Ref,
-    weights_tile: Ref | None,
-    meanwhile: Callable[[], None],
-) -> jax.Array:
-    """values [64, H] plus weights [64, S] times block [S, H]."""
-    if weights_tile is None:
-
-        def add(out: Ref) -> None:
-            plgpu.wgmma(out, weights, block)
-            meanwhile()
-
-        initial: Any = plgpu.ACC.init(values)  # pyright: ignore[reportPrivateImportUsage]
-        return pl.run_state(add)(initial)
-
-    weights_tile[...] = weights
-    plgpu.commit_smem()
-
-    def multiply(out: Ref) -> jax.Array:
-        plgpu.wgmma(out, weights_tile, block)
-        meanwhile()
-        return out[...]
-
-    return values + _accumulated(multiply, (_ROWS, values.shape[1]))
-
-
-def _accumulated(multiply: Callable[[Ref], jax.Array], shape: tuple[int, int]) -> jax.Array:
-    """What `multiply` reads of a new accumulator of float32."""
-    # Public, though listed in a way that type checkers do not see.
-    out = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(multiply, out)
-
-
-def _take_turn(memory: _Memory) -> None:
-    """Gives the tensor cores to the other warpgroup and waits until it gives them back."""
-    plgpu.barrier_arrive(memory.turn)
-    plgpu.barrier_wait(memory.turn)
-
-
 def _slot(i: jax.Array, plan: _Plan) -> jax.Array:
     return jax.lax.rem(i, jnp.int32(plan.stages))
-
-
-def _per_row(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x [64] -> [64, X] of `like`."""
-    return jax.lax.broadcast_in_dim(x, like.shape, [0])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import query_tiles
 from kernels.attention import api, prefill
 from tests.kernels import interpretation, prefill_cases
 from tests.kernels.prefill_cases import CUT, CUT_AT, EMPTY, GUARDED, POISONED_TOKEN, VALUES, Case
@@ -124,7 +125,7 @@ def test_blocks_share_out_every_unit(num_units):
     plan = plan_of(VALUES[0])
     seen = []
     for block in range(plan.num_blocks):
-        share = prefill._share(jnp.int32(num_units), jnp.int32(block), plan)
+        share = query_tiles.share(jnp.int32(num_units), jnp.int32(block), plan.num_blocks)
         seen += [int(share.unit_at(jnp.int32(i))) for i in range(int(share.count))]
     assert sorted(seen) == list(range(num_units))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernels.dispatch import Dispatch
 from kernels.mla import decode as mosaic_decode
+from kernels.mla import prefill as mosaic_prefill
 from kernels.mla import reference
 from kernels.tuning import Tunable
 
@@ -14,5 +15,7 @@ decode = Dispatch(
 )
 """Absorbed: rows of a fixed query length, in latents. See `reference.decode` for the contract."""
 
-prefill = Dispatch("mla.prefill", [("reference", reference.prefill)])
+prefill = Dispatch(
+    "mla.prefill", [("mosaic", mosaic_prefill.prefill), ("reference", reference.prefill)]
+)
 """Un-absorbed: chunks, latents expanded to heads. See `reference.prefill` for the contract."""

@@ -1,12 +1,14 @@
-"""Latent decode attention on the GPU: first that it is right, then how near to its floor it runs.
+"""Latent attention on the GPU: first that it is right, then how near to its floor it runs.
 
-    PYTHONPATH=. python benchmarks/kernels/mla.py [--quick] --json OUT.json
+    PYTHONPATH=. python benchmarks/kernels/mla.py [--quick] [--decode | --prefill] --json OUT.json
 
-Classes of calls that the kernel covers are compared with float64 on the host, and what must not
-change a bit is checked to change none; a failure ends the run with status 1. Then one layer's time:
+Classes of calls that the kernels cover are compared with the truth, for decode float64 on the host,
+for chunks the reference in float32 at the highest precision, and what must not change a bit is
+checked to change none; a failure ends the run with status 1. Then one layer's time:
 a program runs over pools of several layers, more than the cache holds, and many calls of it are
 under way between two waits, since a wait costs some 250 us by itself. The floor is the larger of
 the bytes over the device's read speed and the products, columns filled up, over its matmul speed.
+Of chunks the products are the attention's and those that expand each row's latents once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if __name__ == "__main__":
 from benchmarks.kernels import harness
 from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
-from kernels.mla import api
+from kernels.mla import api, reference
 from kernels.mosaic import round_up
 
 DECODE = ((64, 4096), (64, 1024), (256, 512), (8, 1024), (1, 8192))
@@ -38,6 +40,15 @@ HEADS = (16, 20)
 TOLERANCE = 3e-3
 """Of a row's norm. Weights and output are rounded to bfloat16: 2e-3 when all is well."""
 LATENT, ROPE = 512, 64
+CHUNK_TOLERANCE = 8e-3
+"""Of a token's norm. Expanded keys and values are rounded too: 5e-3 when all is well."""
+DIMS = {16: (128, 128), 20: (192, 256), 128: (128, 128)}
+"""By heads: of a key without its rotary part, and of a value."""
+CHUNKS = ((1, 2048, 0), (4, 512, 0), (1, 2048, 6144), (2, 4096, 0))
+"""Chunks, their new and their cached tokens, timed with pages of 64 and the heads of `HEADS`."""
+SERVED = (64, (2, 4096, 0))
+"""Rows of a step whose pages are too many for the workspace: its turns are taken in a loop."""
+_CHUNK_LAYERS = 4
 _POOL_BYTES = 10**9
 _MAX_LAYERS = 27
 _SAMPLE_SECONDS = 0.06
@@ -230,27 +241,276 @@ def _figures(
     return figures
 
 
-def measure_all(ceilings: Ceilings | None) -> Iterator[dict[str, Any]]:
-    """Every shape."""
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """One call of the un-absorbed op: decode rows of one token each, chunks, padding."""
+
+    chunks: tuple[tuple[int, int], ...]
+    """New and cached tokens of each."""
+    num_heads: int = 16
+    page_size: int = 64
+    num_decode: int = 0
+    padding: int = 0
+    workspace: int = 2**29
+    """Bytes."""
+    rows: int = 0
+    """Of the call, at least: those that are left over are empty."""
+
+    def __str__(self) -> str:
+        turns = "" if self.workspace == 2**29 else f", {self.workspace >> 20} MiB of workspace"
+        return (
+            f"{len(self.chunks)} chunks, {self.num_tokens} tokens, {self.num_decode} decode rows, "
+            f"{self.num_heads} heads, pages of {self.page_size}{turns}"
+        )
+
+    @property
+    def query_lens(self) -> list[int]:
+        used = [1] * self.num_decode + [new for new, _ in self.chunks]
+        return used + [0] * (self.rows - len(used))
+
+    @property
+    def kv_lens(self) -> list[int]:
+        used = [9] * self.num_decode + [new + cached for new, cached in self.chunks]
+        return used + [0] * (self.rows - len(used))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens) + self.padding
+
+    @property
+    def width(self) -> int:
+        return -(-max(self.kv_lens) // self.page_size)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        key_dim, _ = DIMS[self.num_heads]
+        return {
+            "scale": (key_dim + ROPE) ** -0.5,
+            "block_pages": 128,
+            "block_bytes": self.workspace,
+            "tile_tokens": 512,
+            "max_chunk_rows": max(len(self.query_lens) - self.num_decode, 1),
+        }
+
+    def prefill(self) -> Callable[..., jax.Array]:
+        """The op with everything static bound."""
+        return functools.partial(api.prefill, kernels="mosaic", **self.static)
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the queries, k_up, v_up and the pool."""
+        key_dim, value_dim = DIMS[self.num_heads]
+        pages = len(self.kv_lens) * self.width + 2
+        return (
+            (self.num_tokens, self.num_heads, key_dim + ROPE),
+            (self.num_heads, key_dim, LATENT),
+            (self.num_heads, value_dim, LATENT),
+            (pages, self.page_size, LATENT + ROPE),
+        )
+
+    def numbers(self) -> tuple[np.ndarray, ...]:
+        """Page table, positions, lengths, first tokens of the rows, and decode rows.
+
+        Past a row's end the table names page 0.
+        """
+        rng = np.random.default_rng(0)
+        lens, new = np.array(self.kv_lens, np.int32), np.array(self.query_lens, np.int32)
+        shape = (len(lens), self.width)
+        pages = 1 + rng.permutation(len(lens) * self.width).reshape(shape).astype(np.int32)
+        is_owned = np.arange(self.width) * self.page_size < lens[:, None]
+        positions = [np.arange(end - count, end) for end, count in zip(lens, new, strict=True)]
+        return (
+            np.where(is_owned, pages, 0),
+            np.concatenate([*positions, np.zeros(self.padding)]).astype(np.int32),
+            lens,
+            np.cumsum([0, *new]).astype(np.int32),
+            np.array(self.num_decode, np.int32),
+        )
+
+
+RAGGED = ((5, 0), (64, 0), (1, 127), (1, 128), (130, 70), (63, 65), (200, 301))
+"""Chunks that end at both sides of tiles, pages and blocks."""
+LONG = ((700, 900), (333, 0))
+
+
+def _ragged(num_heads: int) -> Chunks:
+    return Chunks(RAGGED, num_heads, num_decode=3, padding=5)
+
+
+@functools.cache
+def _program(case: Chunks) -> Callable[..., jax.Array]:
+    """The op of a case, compiled once."""
+    return jax.jit(case.prefill())
+
+
+def chunk_cases(*, is_quick: bool) -> Iterator[Chunks]:
+    """Classes that the kernels cover, in one turn and in several."""
+    for num_heads in HEADS:
+        yield _ragged(num_heads)
+        yield Chunks(LONG, num_heads, page_size=16, workspace=2**24)
+    if is_quick:
+        return
+    for num_heads in HEADS:
+        yield Chunks(LONG, num_heads, num_decode=9)
+        yield Chunks(RAGGED, num_heads, page_size=32, padding=5)
+    yield Chunks(LONG, 128, workspace=2**27)
+    yield Chunks(((1, 0),))
+
+
+def chunk_inputs(case: Chunks) -> tuple[jax.Array, ...]:
+    """Arguments of the op, random ones made on the device."""
+    factors = (2.0, LATENT**-0.5, LATENT**-0.5, 1.0)
+    keys = jax.random.split(jax.random.key(case.num_tokens), len(factors))
+    drawn = (
+        (factor * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
+        for key, shape, factor in zip(keys, case.shapes(), factors, strict=True)
+    )
+    return (*drawn, *map(jnp.asarray, case.numbers()))
+
+
+def exact_chunks(case: Chunks, arrays: tuple[jax.Array, ...]) -> np.ndarray:
+    """The reference in float32, whose products are then of the highest precision."""
+    wide = [x.astype(jnp.float32) for x in arrays[:4]]
+    call = jax.jit(functools.partial(reference.prefill, **case.static))
+    return np.asarray(call(*wide, *arrays[4:]))
+
+
+def check_chunk_values(*, is_quick: bool) -> Checks:
+    """(what was checked, whether it holds, its figure) of every covered class."""
+    for case in chunk_cases(is_quick=is_quick):
+        arrays = chunk_inputs(case)
+        before = api.prefill.counts["mosaic"]
+        found = np.asarray(_program(case)(*arrays))
+        error = harness.worst_error(found, exact_chunks(case, arrays))
+        did_run = api.prefill.counts["mosaic"] == before + 1
+        figure = f"{error:.1e}" if did_run else f"declined: {api.prefill.declined['mosaic']}"
+        yield str(case), did_run and error <= CHUNK_TOLERANCE, figure
+
+
+def check_chunk_bits() -> Checks:
+    """What must change no bit of the other tokens."""
+    for num_heads in HEADS:
+        case = _ragged(num_heads)
+        q, k_up, v_up, pool, *rest = arrays = chunk_inputs(case)
+        prefill = _program(case)
+        clean = np.asarray(prefill(*arrays))
+        again = all(np.array_equal(np.asarray(prefill(*arrays)), clean) for _ in range(20))
+        yield f"{case}: 20 more runs", again, ""
+        table, _, lens, *_ = case.numbers()
+        is_key = np.zeros(pool.shape[:2], bool)
+        for row in range(case.num_decode, len(lens)):
+            tokens = np.arange(lens[row])
+            is_key[table[row, tokens // case.page_size], tokens % case.page_size] = True
+        other = jnp.where(jnp.asarray(is_key)[..., None], pool, jnp.bfloat16(jnp.nan))
+        same = np.array_equal(np.asarray(prefill(q, k_up, v_up, other, *rest)), clean)
+        yield f"{case}: NaN in pages where no chunk has a key", same, ""
+        token = 100
+        found = np.asarray(prefill(q.at[token, :, 7].set(jnp.nan), k_up, v_up, pool, *rest))
+        others = np.arange(case.num_tokens) != token
+        alone = np.array_equal(found[others], clean[others]) and np.isnan(found[token]).all()
+        yield f"{case}: a NaN in the queries of one token", bool(alone), ""
+        small = dataclasses.replace(case, workspace=2**21)
+        found = np.asarray(jax.jit(small.prefill())(*arrays))
+        yield f"{small}: in turns", np.array_equal(found, clean), ""
+
+
+def check_chunk_cuts() -> Checks:
+    """Where a chunk is cut in two must change no bit, nor where its tokens stand in the step."""
+    new = 700
+    for num_heads in HEADS:
+        case = Chunks(((new, 900),), num_heads)
+        arrays, prefill = chunk_inputs(case), jax.jit(case.prefill())
+        whole = _part(arrays, prefill, 0, new)
+        for cut in (1, 301):
+            parts = [_part(arrays, prefill, *span) for span in ((0, cut), (cut, new - cut))]
+            yield f"{case}: cut at token {cut}", np.array_equal(np.concatenate(parts), whole), ""
+
+
+def _part(
+    arrays: tuple[jax.Array, ...], prefill: Callable[..., jax.Array], first: int, count: int
+) -> np.ndarray:
+    """The result of some tokens of the only chunk; the others are padding after them."""
+    q, k_up, v_up, pool, table, positions, _, _, num_decode = arrays
+    queries, places = (jnp.roll(x, -first, axis=0) for x in (q, positions))
+    lens = places[count - 1 : count] + jnp.int32(1)
+    starts = jnp.array([0, count], jnp.int32)
+    out = prefill(queries, k_up, v_up, pool, table, places, lens, starts, num_decode)
+    return np.asarray(out)[:count]
+
+
+def measure_chunks(case: Chunks, name: str, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Time of one layer, and its share of the floor."""
+    arrays = chunk_inputs(case)
+    make = jax.jit(lambda key: jax.random.normal(key, case.shapes()[3], jnp.bfloat16))
+    pools = [make(key) for key in jax.random.split(jax.random.key(1), _CHUNK_LAYERS)]
+    layer = jax.jit(case.prefill())
+
+    def model(pools: Sequence[jax.Array], q: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+        k_up, v_up, _, *numbers = rest
+        return [layer(q, k_up, v_up, pool, *numbers) for pool in pools]
+
+    program = jax.jit(model)
+    seconds = harness.seconds(lambda: program(pools, *arrays), _SAMPLE_SECONDS) / _CHUNK_LAYERS
+    key_dim, value_dim = DIMS[case.num_heads]
+    pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in case.chunks)
+    keys = sum(new + cached for new, cached in case.chunks)
+    flops = 2 * case.num_heads * (key_dim + ROPE + value_dim) * pairs
+    expansion = 2 * case.num_heads * LATENT * (key_dim + value_dim) * keys
+    num_bytes = keys * (LATENT + ROPE) * 2 + case.num_tokens * case.num_heads * 2 * (
+        key_dim + ROPE + value_dim
+    )
+    name = f"prefill {name}, {case.num_heads} heads"
+    return _figures(name, seconds, num_bytes, flops + expansion, ceilings) | {
+        "attention_flops": flops
+    }
+
+
+def measure_decodes(ceilings: Ceilings | None) -> Iterator[dict[str, Any]]:
+    """Every shape of decode."""
     for rows, keys in DECODE:
         for num_heads in HEADS:
             yield measure_decode(rows, keys, num_heads, ceilings)
+
+
+def measure_prefills(ceilings: Ceilings | None) -> Iterator[dict[str, Any]]:
+    """Every shape of chunks, and chunks among as many rows as a step has."""
+    for num_heads in HEADS:
+        for rows, (chunks, new, cached) in (*((0, shape) for shape in CHUNKS), SERVED):
+            name = f"{chunks}x{new}" + (f" after {cached}" if cached else "")
+            name += f" of {rows} rows" if rows else ""
+            case = Chunks(((new, cached),) * chunks, num_heads, rows=rows)
+            yield measure_chunks(case, name, ceilings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks, measures and writes the report; the exit status is 1 when a check failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_quick = "--quick" in words
+    decodes = (functools.partial(check_decode_values, is_quick=is_quick), check_decode_bits)
+    chunks = (
+        functools.partial(check_chunk_values, is_quick=is_quick),
+        check_chunk_bits,
+        *(() if is_quick else (check_chunk_cuts,)),
+    )
+    parts = [
+        (api.decode, decodes, measure_decodes)
+        if name == "--decode"
+        else (api.prefill, chunks, measure_prefills)
+        for name in ("--decode", "--prefill")
+        if name in words or not {"--decode", "--prefill"} & set(words)
+    ]
+
+    def outcome() -> tuple[str, Any, bool]:
+        counts = {op.op: dict(op.counts) for op, *_ in parts}
+        return "dispatch", counts, all(set(count) == {"mosaic"} for count in counts.values())
+
     return harness.run(
         "mla",
-        "Checks and times latent decode attention; --quick checks the served shapes alone.",
-        (
-            functools.partial(check_decode_values, is_quick=is_quick),
-            check_decode_bits,
-        ),
-        measure_all,
-        lambda: ("dispatch", dict(api.decode.counts), set(api.decode.counts) == {"mosaic"}),
-        [word for word in words if word != "--quick"],
+        "Checks and times latent attention; --quick checks the served shapes alone, --decode and "
+        "--prefill one op.",
+        [check for _, checks, _ in parts for check in checks],
+        lambda ceilings: (x for _, _, measure in parts for x in measure(ceilings)),
+        outcome,
+        [word for word in words if word not in ("--quick", "--decode", "--prefill")],
     )
 
 

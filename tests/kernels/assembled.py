@@ -1,6 +1,8 @@
 """Assembles an op's kernels for Hopper and prints what ptxas says of them, as JSON.
 
-    python -m tests.kernels.assembled decode|prefill|qkv|mla_decode|moe|norm|linear PLUGIN.so FOLDER
+    python -m tests.kernels.assembled OP PLUGIN.so FOLDER
+
+OP is decode, prefill, qkv, mla_decode, mla_prefill, moe, norm or linear.
 
 Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +24,7 @@ import jax
 from tests.kernels import (
     linear_cases,
     mla_decode_cases,
+    mla_prefill_cases,
     moe_cases,
     norm_cases,
     prefill_cases,
@@ -67,11 +71,17 @@ MLA_DECODE = (
     mla_decode_cases.Case(MANY, num_heads=128, page_size=16),
     mla_decode_cases.Case(FEW, num_heads=16, queries=8),
 )
+MLA_PREFILL = tuple(
+    mla_prefill_cases.Case(CHUNKS, num_heads=num_heads, nope=nope, value=value, page_size=page_size)
+    for num_heads, nope, value in ((16, 128, 128), (20, 192, 256))
+    for page_size in (16, 64)
+)
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "decode": (DECODE, lambda case: case.decode("mosaic")),
     "prefill": (PREFILL, lambda case: case.prefill("mosaic")),
     "qkv": (QKV, lambda case: case.prepare("mosaic")),
     "mla_decode": (MLA_DECODE, lambda case: case.decode("mosaic")),
+    "mla_prefill": (MLA_PREFILL, lambda case: case.prefill("mosaic")),
     "moe": (moe_cases.KERNELS, lambda case: case.call()),
     "norm": (norm_cases.ASSEMBLED, lambda case: case.call("mosaic")),
     "linear": (linear_cases.ASSEMBLED, lambda case: case.call("mosaic")),
@@ -99,24 +109,34 @@ def assemble(
     compile_module: Any,
     folder: pathlib.Path,
 ) -> dict[str, int | bool]:
-    """Threads of a block, registers of each, bytes spilled and bytes of shared memory."""
+    """Of a block: its threads, their registers, bytes spilled, shared memory.
+
+    Of two kernels the most; threads and registers are those of one kernel, whose block takes the most registers.
+    """
     lowered = jax.jit(call).trace(*structs)
     lowered = lowered.lower(lowering_platforms=("cuda",))
-    (module,) = modules(lowered.compiler_ir())
-    is_whole = bool(compile_module(module, len(module)))
-    (report,), (resources,), (code,) = (folder.glob(f"*.{end}") for end in _DUMPS)
-    text, sizes = report.read_text(), resources.read_text()
-    threads = re.search(r"\.(?:req|max)ntid[^\d]+(\d+)", code.read_text())
+    is_whole = all([bool(compile_module(x, len(x))) for x in modules(lowered.compiler_ir())])
+    dumps = [sorted(folder.glob(f"*.{end}")) for end in _DUMPS]
+    reports, resources, codes = ([path.read_text() for path in paths] for paths in dumps)
     for path in folder.iterdir():
         path.unlink()
+
+    def numbers(pattern: str, texts: list[str]) -> list[int]:
+        found = [[int(number) for number in re.findall(pattern, text)] for text in texts]
+        assert all(found)
+        return [sum(of_kernel) for of_kernel in found]
+
+    registers = numbers(r"Used (\d+) registers", reports)
+    threads = numbers(r"\.(?:req|max)ntid[^\d]+(\d+)", codes)
+    most = max(zip(registers, threads, strict=True), key=math.prod)
     return {
         "is_compiled": is_whole,
-        "threads": int(threads[1]),
-        "registers": int(re.search(r"Used (\d+) registers", text)[1]),
-        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", text)),
-        "stack": int(re.search(r"(\d+) bytes stack frame", text)[1]),
-        "shared": int(re.search(r"smem_scratch_bytes=(\d+)", sizes)[1]),
-        "is_serialized": "serializ" in text.lower(),
+        "registers": most[0],
+        "threads": most[1],
+        "spilled": max(numbers(r"(\d+) bytes spill", reports)),
+        "stack": max(numbers(r"(\d+) bytes stack frame", reports)),
+        "shared": max(numbers(r"smem_scratch_bytes=(\d+)", resources)),
+        "is_serialized": any("serializ" in text.lower() for text in reports),
     }
 
 

@@ -1,9 +1,9 @@
 """Compiles forwards of two and three layers for an H200 and prints their kernels, as JSON.
 
-    python -m tests.kernels.compiled ROWS plain|mosaic [TOKENS]
+    python -m tests.kernels.compiled ROWS plain|mosaic [TOKENS [MODEL]]
 
-More tokens than rows: the program is a mixed one. Needs no GPU. Kernels of a layer are those that
-the third one adds.
+More tokens than rows: the program is a mixed one. MODEL names one of the benchmarks'
+configurations. Needs no GPU. Kernels of a layer are those that the third one adds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from models.batch import Batch, Tiling
 from models.cache import open_cache
 
 HERE = pathlib.Path(__file__).parent
-CONFIG = HERE.parents[1] / "benchmarks" / "configs" / "qwen3_8b.json"
-PAGES, WIDTH, PAGE_SIZE = 2000, 16, 64
+CONFIGS = HERE.parents[1] / "benchmarks" / "configs"
+PAGES, PAGE_SIZE = 2000, 64
+WIDTHS = {"qwen3_8b": 16, "deepseek_v2_lite": 128}
+"""Pages of a row by model; of the latter so many that expanded rows take turns."""
 MAX_CHUNK_ROWS = 16
 _NO_KERNEL = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant"}
+_LATENT_CALL = re.compile(r' custom-call\(.*op_name="[^"]*/(latent_expand|latent_prefill)/')
 _OPERATION = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = (?:\(.*?\)|\S+) ([\w\-]+)\(")
 
 
-def decode_batch(flat: jax.Array, rows: int, tiling: Tiling) -> tuple[jax.Array, Batch]:
+def decode_batch(flat: jax.Array, rows: int, width: int, tiling: Tiling) -> tuple[jax.Array, Batch]:
     """Token ids and the batch in one packed array."""
     token_ids, lens, _, table = jnp.split(flat, (rows, 2 * rows, 2 * rows + 1))
     return token_ids, Batch(
@@ -44,14 +47,16 @@ def decode_batch(flat: jax.Array, rows: int, tiling: Tiling) -> tuple[jax.Array,
         kv_lens=lens,
         cu_q_lens=jnp.arange(rows + 1, dtype=jnp.int32),
         num_decode=jnp.int32(rows),
-        page_tables=(table.reshape(rows, WIDTH),),
+        page_tables=(table.reshape(rows, width),),
         is_decode=True,
         max_chunk_rows=0,
         tiling=tiling,
     )
 
 
-def mixed_batch(flat: jax.Array, rows: int, tokens: int, tiling: Tiling) -> tuple[jax.Array, Batch]:
+def mixed_batch(
+    flat: jax.Array, rows: int, tokens: int, width: int, tiling: Tiling
+) -> tuple[jax.Array, Batch]:
     """The same of decode rows and chunks."""
     sizes = (tokens, rows, rows, 1)
     token_ids, lens, q_lens, num_decode, table = jnp.split(flat, np.cumsum(sizes))
@@ -65,16 +70,20 @@ def mixed_batch(flat: jax.Array, rows: int, tokens: int, tiling: Tiling) -> tupl
         kv_lens=lens,
         cu_q_lens=jnp.concatenate([jnp.zeros((1,), jnp.int32), ends]),
         num_decode=num_decode[0],
-        page_tables=(table.reshape(rows, WIDTH),),
+        page_tables=(table.reshape(rows, width),),
         is_decode=False,
         max_chunk_rows=MAX_CHUNK_ROWS,
         tiling=tiling,
     )
 
 
-def compiled(num_layers: int, rows: int, kernels: str, tokens: int) -> jax.stages.Compiled:
+def compiled(
+    num_layers: int, rows: int, kernels: str, tokens: int, name: str
+) -> jax.stages.Compiled:
     """A forward whose batch is a slice of one packed array, as an engine's is."""
-    config = json.loads(CONFIG.read_text(encoding="utf-8")) | {"num_hidden_layers": num_layers}
+    config = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    width = WIDTHS[name]
+    config |= {"num_hidden_layers": num_layers}
     model = registry.of_config(config)
     jax.devices()  # the plugins register
     target = (HERE / "h200.pbtxt").read_text(encoding="utf-8")
@@ -98,13 +107,13 @@ def compiled(num_layers: int, rows: int, kernels: str, tokens: int) -> jax.stage
 
     def forward(params, pools, flat):
         if tokens == rows:
-            token_ids, batch = decode_batch(flat, rows, tiling)
+            token_ids, batch = decode_batch(flat, rows, width, tiling)
         else:
-            token_ids, batch = mixed_batch(flat, rows, tokens, tiling)
+            token_ids, batch = mixed_batch(flat, rows, tokens, width, tiling)
         hidden, cache = model.forward(params, open_cache(pools, tokens), token_ids, batch)
         return hidden, cache.pools, cache.is_nonfinite
 
-    num_entries = tokens + rows + 1 + rows * WIDTH + (rows if tokens > rows else 0)
+    num_entries = tokens + rows + 1 + rows * width + (rows if tokens > rows else 0)
     arguments = (
         traverse_util.unflatten_dict(leaves, sep="."),
         pools,
@@ -131,20 +140,24 @@ def pool_facts(text: str) -> dict[str, int]:
     """
     pool = rf"bf16\[{PAGES},[\d,]+\]\S*"
     call = rf'= \([^=]*{pool}\) custom-call\(.*"mosaic_gpu_v2".*output_to_operand_aliasing=.*: \(0,'
+    latents = rf"bf16\[(?:{PAGES},{PAGE_SIZE}|{PAGES * PAGE_SIZE}),576\]\S*"
     return {
         "pools updated": len(re.findall(call, text)),
         "pools made": len(re.findall(rf"= {pool} (?!parameter|get-tuple-element|bitcast)", text)),
+        # Plain JAX writes latents, in one fusion of which the pool is an operand.
+        "latent pools made": len(re.findall(rf"= {latents} (?:fusion|copy|custom-call)", text)),
     }
 
 
-def main(rows: str, kernels: str, tokens: str | None = None) -> None:
+def main(rows: str, kernels: str, tokens: str | None = None, name: str = "qwen3_8b") -> None:
     """Compiles both programs."""
-    programs = [compiled(n, int(rows), kernels, int(tokens or rows)) for n in (2, 3)]
+    programs = [compiled(n, int(rows), kernels, int(tokens or rows), name) for n in (2, 3)]
     two, three = (program.as_text() or "" for program in programs)
     counts = [collections.Counter(operations(text)) for text in (two, three)]
     temporary = programs[1].memory_analysis().temp_size_in_bytes
     calls = three.count('custom_call_target="mosaic_gpu_v2"')
     found = {"all": counts[1], "layer": counts[1] - counts[0], "calls": calls}
+    found["latent kernels"] = collections.Counter(_LATENT_CALL.findall(three))
     print(json.dumps(found | pool_facts(three) | {"temporary bytes": temporary}))
 
 

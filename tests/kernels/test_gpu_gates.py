@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from models.batch import Tiling
 from tests.kernels import assembled, compiled, compiled_moe
 
 # Of one multiprocessor, 1 KB for each block aside. NVIDIA H200.
@@ -14,6 +15,9 @@ REGISTERS = 65536
 SHARED_BYTES = 233472
 BLOCK_BYTES = 1024
 POOL_BYTES = math.prod((compiled.PAGES, 8, 2, compiled.PAGE_SIZE, 128)) * 2
+LATENT_POOL_BYTES = compiled.PAGES * compiled.PAGE_SIZE * 576 * 2
+WORKSPACE_BYTES = Tiling().block_bytes
+"""Of expanded latents, at most."""
 
 CALLS = {256: 4, 64: 8, 8: 8, 1: 8}
 """Kernels of our own in a decode layer by rows: of few tokens the four products are too."""
@@ -108,6 +112,29 @@ def test_mixed_layer_is_so_few_kernels(mixed_layer):
 def test_mixed_step_updates_pools_in_place(mixed_layer):
     assert mixed_layer["pools updated"] == 3
     assert mixed_layer["pools made"] == 0
+
+
+# --- a mixed step of latent attention ---
+
+
+@pytest.fixture(scope="module")
+def latent_layer(gpu_compilers):
+    """What is compiled for decode rows and chunks of DeepSeek-V2-Lite together."""
+    return gpu_compilers.run("compiled", "64", "mosaic", "2048", "deepseek_v2_lite")
+
+
+def test_latent_chunks_are_expanded_and_attended_in_two_kernels(latent_layer):
+    """One loop takes the turns, one branch the decode rows."""
+    print(latent_layer)
+    layers = 3
+    assert latent_layer["latent kernels"] == {"latent_expand": layers, "latent_prefill": layers}
+    assert latent_layer["layer"]["while"] == 1
+    assert latent_layer["layer"]["conditional"] == 1
+
+
+def test_latent_pools_are_updated_in_place_and_read_where_they_lie(latent_layer):
+    assert latent_layer["latent pools made"] == 3
+    assert latent_layer["temporary bytes"] < WORKSPACE_BYTES + LATENT_POOL_BYTES / 2
 
 
 # --- a mixture of experts ---

@@ -111,7 +111,8 @@ def assemble(
 ) -> dict[str, int | bool]:
     """Of a block: its threads, their registers, bytes spilled, shared memory.
 
-    Of two kernels the most; threads and registers are those of one kernel, whose block takes the most registers.
+    Of two kernels the most; threads and registers are those of the kernel whose block takes the
+    most registers.
     """
     lowered = jax.jit(call).trace(*structs)
     lowered = lowered.lower(lowering_platforms=("cuda",))

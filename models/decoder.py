@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.norm import api as norm_api
 from kernels.qkv.reference import turned
 from models import layers, mla, mlp, moe
 from models.attention import attend, attend_projected
@@ -18,6 +17,7 @@ from models.cache import Cache, CacheGroup, CacheSpec, LatentGroup
 from models.decoder_config import DecoderConfig
 from models.decoder_weights import layer_vectors, vector_layout
 from models.layers import Rotation, Tap, identity
+from models.stream import Stream
 
 
 def cache_spec(config: DecoderConfig, page_size: int, dtype: str) -> CacheSpec:
@@ -80,7 +80,7 @@ def forward(
         )
         pools.append(pool)
         is_nonfinite = jnp.logical_or(is_nonfinite, is_bad)
-    _, normed = _add_norm(config, hidden, update, params["norm"], 0, batch)
+    _, normed = _stream(config, hidden, update, params["norm"], 0, batch).normed()
     return tap("norm", normed), Cache(pools=(tuple(pools),), is_nonfinite=is_nonfinite)
 
 
@@ -123,39 +123,30 @@ def _layer_body(
     flat = weights["vectors"]
     vectors, places = layer_vectors(config, flat), vector_layout(config)
     with jax.named_scope("attention"):
-        hidden, normed = _add_norm(config, hidden, update, flat, places["input_norm"][0], batch)
-        update, pool, is_bad = _attention(config, weights, vectors, normed, pool, turn, batch, tap)
+        stream = _stream(config, hidden, update, flat, places["input_norm"][0], batch)
+        hidden, update, pool, is_bad = _attention(
+            config, weights, vectors, stream, pool, turn, batch, tap
+        )
         if tap is not identity:
             hidden, update = tap("attention", hidden + layers.summed(update, hidden.dtype)), None
     with jax.named_scope("mlp"):
-        hidden, normed = _add_norm(config, hidden, update, flat, places["post_norm"][0], batch)
-        update = _mlp(config, is_moe, weights, vectors, normed, batch, tap)
+        stream = _stream(config, hidden, update, flat, places["post_norm"][0], batch)
+        hidden, update = _mlp(config, is_moe, weights, vectors, stream, batch, tap)
         if tap is not identity:
             hidden, update = tap("mlp", hidden + layers.summed(update, hidden.dtype)), None
     return hidden, update, pool, is_bad
 
 
-def _add_norm(
+def _stream(
     config: DecoderConfig,
     hidden: jax.Array,
     update: jax.Array | None,
     vectors: jax.Array,
     scale_at: int,
     batch: Batch,
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of hidden [T, D] and its update [S, T, D], if there is one, and the norm of that."""
-    if update is None:
-        scale = jax.lax.slice(vectors, (scale_at,), (scale_at + config.hidden_size,))
-        return hidden, layers.rms_norm(hidden, scale, config.rms_norm_eps)
-    # A kernel reads the scale where it lies, as that of the queries does.
-    return norm_api.add_norm(
-        hidden,
-        update,
-        vectors,
-        scale_at=scale_at,
-        eps=config.rms_norm_eps,
-        kernels=batch.tiling.kernels,
-    )
+) -> Stream:
+    kernels = batch.tiling.kernels
+    return Stream(hidden, update, vectors, scale_at, config.rms_norm_eps, kernels)
 
 
 _traced_layer = jax.jit(_layer_body, static_argnums=(0, 1))
@@ -165,17 +156,20 @@ def _attention(
     config: DecoderConfig,
     weights: Mapping[str, Any],
     vectors: Mapping[str, jax.Array],
-    x: jax.Array,
+    stream: Stream,
     pool: jax.Array,
     turn: Rotation,
     batch: Batch,
     tap: Tap,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sum [T, D] of the stream, parts [S, T, D] of the update, the pool, what was not finite."""
     if config.mla is not None:
+        hidden, x = stream.normed()
         table = batch.page_tables[0]
-        return mla.attention(config.mla, weights, vectors, x, pool, turn, batch, table, tap=tap)
-    num_tokens, kernels = x.shape[0], batch.tiling.kernels
-    qkv = layers.linear(x, weights["qkv"], kernels=kernels)  # [T, K, G + 2, H]
+        found = mla.attention(config.mla, weights, vectors, x, pool, turn, batch, table, tap=tap)
+        return hidden, *found
+    kernels = stream.kernels
+    hidden, _, qkv = stream.times(weights["qkv"], "product")  # [T, K, G + 2, H]
     if "qkv_bias" in vectors:
         qkv = qkv + vectors["qkv_bias"][None]
     table, eps = batch.page_tables[0], config.rms_norm_eps
@@ -201,11 +195,11 @@ def _attention(
         out, pool, is_bad = attend(
             tap("q", q), tap("k", keys), tap("v", values), pool, batch, table, **look
         )
-    out = out.reshape(num_tokens, -1)
+    out = out.reshape(hidden.shape[0], -1)
     if "o_bias" not in vectors:
-        return weights["o"].parts(out, kernels), pool, is_bad
+        return hidden, weights["o"].parts(out, kernels), pool, is_bad
     out = layers.linear(out, weights["o"], kernels=kernels) + vectors["o_bias"][None]
-    return out[None], pool, is_bad
+    return hidden, out[None], pool, is_bad
 
 
 def _mlp(
@@ -213,18 +207,18 @@ def _mlp(
     is_moe: bool,
     weights: Mapping[str, Any],
     vectors: Mapping[str, jax.Array],
-    x: jax.Array,
+    stream: Stream,
     batch: Batch,
     tap: Tap,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
+    """Sum [T, D] of the stream and parts [S, T, D] of the update."""
     if is_moe:
         assert config.moe is not None
-        return moe.mlp(config.moe, weights, x, batch, tap=tap)
-    return mlp.gated(
-        x,
+        return moe.mlp(config.moe, weights, stream, batch, tap=tap)
+    return mlp.normed_and_gated(
+        stream,
         weights["gate_up"],
         weights["down"],
-        kernels=batch.tiling.kernels,
         gate_up_bias=vectors.get("gate_up_bias"),
         down_bias=vectors.get("down_bias"),
     )

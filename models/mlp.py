@@ -9,6 +9,7 @@ from kernels.linear import api
 from models import layers
 from models.checkpoint import Leaf, Part
 from models.layers import Dense
+from models.stream import Stream
 
 
 def leaves(
@@ -37,21 +38,30 @@ def leaves(
     }
 
 
-def gated(
-    x: jax.Array,
+def gated(x: jax.Array, gate_up: Dense, down: Dense, *, kernels: str) -> jax.Array:
+    """down(silu(gate(x)) * up(x)), x [T, D] -> parts [S, T, D] of it."""
+    return down.parts(api.gated(x, gate_up.kernel, kernels=kernels), kernels)
+
+
+def normed_and_gated(
+    stream: Stream,
     gate_up: Dense,
     down: Dense,
     *,
-    kernels: str,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
-) -> jax.Array:
-    """down(silu(gate(x)) * up(x)), x [T, D] -> parts [S, T, D] of it; biases are [2, F] and [D]."""
+) -> tuple[jax.Array, jax.Array]:
+    """The stream's sum [T, D], and parts [S, T, D] of what `gated` makes of its norm.
+
+    Biases are [2, F] and [D].
+    """
     if gate_up_bias is None:
-        hidden = api.gated(x, gate_up.kernel, kernels=kernels)
+        hidden, _, inner = stream.times(gate_up, "gated")
     else:
-        halves = layers.linear(x, gate_up, kernels=kernels) + gate_up_bias[None]  # [T, 2, F]
-        hidden = jax.nn.silu(halves[:, 0]) * halves[:, 1]
+        hidden, _, halves = stream.times(gate_up, "product")  # [T, 2, F]
+        halves = halves + gate_up_bias[None]
+        inner = jax.nn.silu(halves[:, 0]) * halves[:, 1]
     if down_bias is None:
-        return down.parts(hidden, kernels)
-    return (layers.linear(hidden, down, kernels=kernels) + down_bias[None])[None]
+        return hidden, down.parts(inner, stream.kernels)
+    out = layers.linear(inner, down, kernels=stream.kernels)
+    return hidden, (out + down_bias[None])[None]

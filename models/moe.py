@@ -17,6 +17,7 @@ from models import mlp as dense
 from models.batch import Batch
 from models.checkpoint import Leaf, Part
 from models.layers import Dense, Tap, identity
+from models.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +139,22 @@ def _gate_up_leaf(c: MoeConfig, hidden_size: int, names: Names, i: int) -> Leaf:
 def mlp(
     config: MoeConfig,
     weights: Mapping[str, Any],
-    x: jax.Array,
+    stream: Stream,
     batch: Batch,
     *,
     tap: Tap = identity,
-) -> jax.Array:
-    """Sends x [T, D], normed, through each token's experts -> parts [S, T, D] of their output.
+) -> tuple[jax.Array, jax.Array]:
+    """Sends the stream's norm through each token's experts.
 
     Padding goes to no expert. A tap sees `router_logits` f32[T, E], `topk_ids` i32[T, k] (E for
     padding) and `topk_weights` f32[T, k], and may change them.
+
+    Returns:
+      The stream's sum [T, D], and parts [S, T, D] of the experts' output.
     """
     c, kernels = config, batch.tiling.kernels
-    router_logits = tap("router_logits", _router_logits(c, weights["router"], x, kernels))
+    hidden, x, router_logits = _router_logits(c, weights["router"], stream)
+    router_logits = tap("router_logits", router_logits)
     topk_ids, topk_weights = api.route(
         router_logits,
         weights.get("router_bias"),
@@ -172,17 +177,24 @@ def mlp(
         kernels=kernels,
     )
     if c.shared_intermediate_size is None:
-        return out
+        return hidden, out
     shared = dense.gated(x, weights["shared_gate_up"], weights["shared_down"], kernels=kernels)
-    return (layers.summed(out, x.dtype) + layers.summed(shared, x.dtype))[None]
+    return hidden, (layers.summed(out, x.dtype) + layers.summed(shared, x.dtype))[None]
 
 
-def _router_logits(config: MoeConfig, router: Dense, x: jax.Array, kernels: str) -> jax.Array:
-    """f32[T, E], rounded to x's dtype unless the router computes in float32."""
-    if config.router_dtype == "float32":
-        x = x.astype(jnp.float32)
+def _router_logits(
+    config: MoeConfig, router: Dense, stream: Stream
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sum and norm [T, D], and f32[T, E], rounded to their dtype unless the router has float32."""
     # So few outputs keep no device busy unless their inputs are split.
-    return layers.summed(router.parts(x, kernels), x.dtype).astype(jnp.float32)
+    if config.router_dtype == "float32":
+        hidden, x = stream.normed()
+        logits = layers.summed(
+            router.parts(x.astype(jnp.float32), stream.kernels), jnp.dtype(jnp.float32)
+        )
+        return hidden, x, logits
+    hidden, x, parts = stream.times(router, "parts")
+    return hidden, x, layers.summed(parts, x.dtype).astype(jnp.float32)
 
 
 def expert_load(topk_ids: jax.Array, num_experts: int) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +21,10 @@ from kernels.mosaic import SWIZZLED, SWIZZLED_FLOATS, Ref, round_up
 from kernels.tuning import Choice, Shape, rung
 
 MAX_TOKENS = 64
-_WIDTH = 64
+WIDTH = 64
 """Weight columns of a block."""
+NAMES = {"product": "linear", "parts": "linear_parts", "gated": "linear_gated"}
+"""Of the kernels, by form."""
 _BLOCKS = 128
 """Blocks that keep the memory of an H100 or H200 busy."""
 _MAX_STAGES = 16
@@ -35,23 +38,35 @@ _MOST_BLOCKS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Everything static of one kernel."""
 
+    form: str
+    """What is made of the sums: `product` rounds them, `parts` leaves them, `gated` takes two."""
     num_tokens: int
     inputs: int
     outputs: int
-    halves: int
-    """Weights of as many columns that a block multiplies side by side."""
     splits: int
     depth: int
     """Inputs of one step."""
-    out_dtype: str
 
     @property
-    def shared_bytes(self) -> int:
-        """Of one block."""
-        return _SHARED_BYTES // (2 if self.depth == _DEPTHS[0] else 1)
+    def halves(self) -> int:
+        """Weights of as many columns that a block multiplies side by side."""
+        return 2 if self.form == "gated" else 1
+
+    @property
+    def blocks(self) -> int:
+        """That share a multiprocessor."""
+        return 2 if self.depth == _DEPTHS[0] else 1
+
+    @property
+    def out_type(self) -> jax.ShapeDtypeStruct:
+        """[T, N], or f32[S, T, N] of parts."""
+        shape = (self.num_tokens, self.outputs)
+        if self.form == "parts":
+            return jax.ShapeDtypeStruct((self.splits, *shape), jnp.float32)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     @property
     def rows(self) -> int:
@@ -64,12 +79,38 @@ class _Plan:
         return self.inputs // self.depth
 
     @property
+    def token_bytes(self) -> tuple[int, int]:
+        """Shared memory that tokens take: in every step's place, and once."""
+        return self.rows * self.depth * 2, 64 * self.depth * 2
+
+    @property
     def stages(self) -> int:
         """Steps on their way at once: as many as memory holds."""
-        result = 64 * _WIDTH * jnp.dtype(self.out_dtype).itemsize
-        window = 64 * self.depth * 2
-        step = (self.halves * _WIDTH + self.rows) * self.depth * 2
-        return min(_MAX_STAGES, (self.shared_bytes - result - window - 1024) // step)
+        of_step, once = self.token_bytes
+        result = 64 * WIDTH * self.out_type.dtype.itemsize
+        step = self.halves * WIDTH * self.depth * 2 + of_step
+        return min(_MAX_STAGES, (_SHARED_BYTES // self.blocks - result - once - 1024) // step)
+
+    @property
+    def arrivals(self) -> int:
+        """Copies of one step."""
+        return self.halves + (self.token_bytes[0] > 0)
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Where weights arrive, and what becomes of them."""
+        weights = (self.stages, self.halves, self.depth, WIDTH)
+        is_float = self.out_type.dtype == jnp.float32
+        return dict(
+            weight_ring=plgpu.SMEM(weights, jnp.bfloat16, transforms=SWIZZLED),
+            result=plgpu.SMEM(
+                (64, WIDTH),
+                self.out_type.dtype,
+                transforms=SWIZZLED_FLOATS if is_float else SWIZZLED,
+            ),
+            here=plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.arrivals),
+            free=plgpu.Barrier(num_barriers=self.stages),
+        )
 
 
 def product(
@@ -80,22 +121,7 @@ def product(
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
-    shape = (x.shape[0], *weight.shape[1:])
-    weight = weight.reshape(weight.shape[0], -1)
-    _decline(x, weight, 1, kernels)
-    panels = weight.shape[1] // _WIDTH
-    if panels < _BLOCKS // 2:
-        raise NotImplementedError(
-            f"{weight.shape[1]} outputs are too few for blocks of {_WIDTH}, "
-            f"at least {_BLOCKS // 2 * _WIDTH} keep the device busy"
-        )
-    plan = _plan(x, weight, depth=depth or _product_depth(x.shape[0]))
-    return _product(plan, "linear")(x, weight).reshape(shape)
-
-
-def _product_depth(num_tokens: int) -> int:
-    # Of few tokens small copies start sooner, of more large ones cost less (H200, 2026-11-30).
-    return 64 if num_tokens <= 16 else 128
+    return _called("product", x, weight, kernels, depth)
 
 
 def parts(
@@ -103,7 +129,7 @@ def parts(
     weight: jax.Array,
     *,
     kernels: str,
-    depth: int = 128,
+    depth: int | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """See `reference.parts`: f32[S, T, N] of `splits`; None: what keeps the device busy.
@@ -113,27 +139,74 @@ def parts(
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
-    if weight.ndim != 2:
-        raise NotImplementedError(f"parts of a weight of {weight.ndim} dimensions, not 2")
-    _decline(x, weight, 1, kernels)
-    splits = splits or _splits(*weight.shape)
-    plan = _plan(x, weight, splits=splits, depth=depth, out_dtype="float32")
-    return _product(plan, "linear_parts")(x, weight)
+    return _called("parts", x, weight, kernels, depth, splits)
 
 
-def _splits(inputs: int, outputs: int) -> int:
-    return max(1, min(_BLOCKS // (outputs // _WIDTH), 4, inputs // 512))
-
-
-def gated(x: jax.Array, weight: jax.Array, *, kernels: str, depth: int = 64) -> jax.Array:
-    """See `reference.gated`. Steps of `depth` inputs.
+def gated(x: jax.Array, weight: jax.Array, *, kernels: str, depth: int | None = None) -> jax.Array:
+    """See `reference.gated`. Steps of `depth` inputs; None: by formula.
 
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
-    weight = weight.reshape(weight.shape[0], -1)
-    _decline(x, weight, 2, kernels)
-    return _product(_plan(x, weight, halves=2, depth=depth), "linear_gated")(x, weight)
+    return _called("gated", x, weight, kernels, depth)
+
+
+def _called(
+    form: str,
+    x: jax.Array,
+    weight: jax.Array,
+    kernels: str,
+    depth: int | None,
+    splits: int | None = None,
+) -> jax.Array:
+    plan, shape = planned(form, x, weight, kernels, depth, splits)
+    return _product(plan)(x, weight.reshape(plan.inputs, -1)).reshape(shape)
+
+
+def planned(
+    form: str,
+    x: jax.Array,
+    weight: jax.Array,
+    kernels: str,
+    depth: int | None = None,
+    splits: int | None = None,
+) -> tuple[Plan, tuple[int, ...]]:
+    """How a product of x [T, K] is made, and what its shape is; None: by formula.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernel covers.
+    """
+    if form == "parts" and weight.ndim != 2:
+        raise NotImplementedError(f"parts of a weight of {weight.ndim} dimensions, not 2")
+    halves = 2 if form == "gated" else 1
+    inputs, outputs = weight.shape[0], weight.size // weight.shape[0] // halves
+    _decline(x, weight, halves, outputs, kernels)
+    num_tokens = x.shape[0]
+    if form == "product" and outputs // WIDTH < _BLOCKS // 2:
+        raise NotImplementedError(
+            f"{outputs} outputs are too few for blocks of {WIDTH}, "
+            f"at least {_BLOCKS // 2 * WIDTH} keep the device busy"
+        )
+    plan = Plan(
+        form=form,
+        num_tokens=num_tokens,
+        inputs=inputs,
+        outputs=outputs,
+        splits=(splits or _splits(inputs, outputs)) if form == "parts" else 1,
+        depth=depth or _depth(form, num_tokens),
+    )
+    shape = (num_tokens, *(weight.shape[1:] if form == "product" else (outputs,)))
+    return plan, (plan.splits, *shape) if form == "parts" else shape
+
+
+def _depth(form: str, num_tokens: int) -> int:
+    # Of few tokens small copies start sooner, of more large ones cost less (H200, 2026-11-30).
+    is_small = form == "gated" or (form == "product" and num_tokens <= 16)
+    return _DEPTHS[0] if is_small else _DEPTHS[1]
+
+
+def _splits(inputs: int, outputs: int) -> int:
+    return max(1, min(_BLOCKS // (outputs // WIDTH), 4, inputs // 512))
 
 
 def shape_of(x: jax.Array, weight: jax.Array, **_: object) -> Shape:
@@ -154,13 +227,13 @@ def product_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths, the formula's first; none for more tokens than are covered."""
     if shape["tokens"] > MAX_TOKENS:
         return ()
-    return _depths(_product_depth(shape["tokens"]))
+    return _depths(_depth("product", shape["tokens"]))
 
 
 def gated_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths, the formula's first."""
     del shape
-    return _depths(64)
+    return _depths(_depth("gated", 0))
 
 
 def _depths(first: int) -> tuple[Choice, ...]:
@@ -169,8 +242,8 @@ def _depths(first: int) -> tuple[Choice, ...]:
 
 def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths and splits, the formula's first."""
-    inputs, panels = shape["inputs"], shape["outputs"] // _WIDTH
-    formula = 128, _splits(inputs, shape["outputs"])
+    inputs, panels = shape["inputs"], shape["outputs"] // WIDTH
+    formula = _depth("parts", 0), _splits(inputs, shape["outputs"])
     powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
     tried = [n for n in powers if n * 512 <= inputs and n * panels <= _MOST_BLOCKS]
     # Whoever adds up the parts takes no more values of a token: see `kernels.norm`.
@@ -179,7 +252,7 @@ def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
     return tuple(Choice.of("mosaic", depth=depth, splits=n) for depth, n in pairs)
 
 
-def _decline(x: jax.Array, weight: jax.Array, halves: int, kernels: str) -> None:
+def _decline(x: jax.Array, weight: jax.Array, halves: int, outputs: int, kernels: str) -> None:
     if kernels != "mosaic":
         raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
@@ -188,128 +261,133 @@ def _decline(x: jax.Array, weight: jax.Array, halves: int, kernels: str) -> None
         raise NotImplementedError(f"{x.shape[0]} tokens are no whole rows of 8")
     if x.shape[0] > MAX_TOKENS:
         raise NotImplementedError(f"{x.shape[0]} tokens, at most {MAX_TOKENS} may be")
-    inputs, outputs = weight.shape
-    if inputs % 128 or outputs % (halves * _WIDTH):
+    inputs = weight.shape[0]
+    if inputs % 128 or outputs % WIDTH:
         raise NotImplementedError(
-            f"weight is {inputs} x {outputs}, not multiples of 128 and {halves * _WIDTH}"
+            f"weight is {inputs} x {halves * outputs}, not multiples of 128 and {halves * WIDTH}"
         )
 
 
-def _plan(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    depth: int,
-    halves: int = 1,
-    splits: int = 1,
-    out_dtype: str = "bfloat16",
-) -> _Plan:
-    inputs, outputs = weight.shape
-    return _Plan(
-        num_tokens=x.shape[0],
-        inputs=inputs,
-        outputs=outputs // halves,
-        halves=halves,
-        splits=splits,
-        depth=depth,
-        out_dtype=out_dtype,
-    )
-
-
-def _product(plan: _Plan, name: str) -> Any:
-    """(x, weight) -> [T, N], or [S, T, N] where it is float32."""
-    dtype, is_float = jnp.dtype(plan.out_dtype), plan.out_dtype == "float32"
-    shape = (plan.num_tokens, plan.outputs)
+def _product(plan: Plan) -> Any:
+    """(x, weight) -> what `Plan.out_type` says."""
     tokens = ((plan.stages - 1) * plan.rows + 64, plan.depth)
-    weights = (plan.stages, plan.halves, plan.depth, _WIDTH)
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct((plan.splits, *shape) if is_float else shape, dtype),
-        kernel_name=name,
-        grid=(plan.outputs // _WIDTH, plan.splits),
+        out_type=plan.out_type,
+        kernel_name=NAMES[plan.form],
+        grid=(plan.outputs // WIDTH, plan.splits),
         grid_names=("panel", "split"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=dict(
-            token_ring=plgpu.SMEM(tokens, jnp.bfloat16, transforms=SWIZZLED),
-            weight_ring=plgpu.SMEM(weights, jnp.bfloat16, transforms=SWIZZLED),
-            result=plgpu.SMEM(
-                (64, _WIDTH), dtype, transforms=SWIZZLED_FLOATS if is_float else SWIZZLED
-            ),
-            here=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=1 + plan.halves),
-            free=plgpu.Barrier(num_barriers=plan.stages),
+            token_ring=plgpu.SMEM(tokens, jnp.bfloat16, transforms=SWIZZLED), **plan.scratch
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Memory:
+class Memory:
     """Shared memory and barriers of one block."""
 
-    token_ring: Ref
-    """A step's tokens, then the next one's; a product reads 64 rows from where its own begin."""
     weight_ring: Ref
     """[stages, halves, depth, columns]."""
+    result: Ref
     here: Ref
     free: Ref
 
 
-def _kernel(x: Ref, weight: Ref, out: Ref, result: Ref, *, plan: _Plan, **scratch: Ref) -> None:
-    """One block: some columns, and some inputs of theirs."""
-    memory = _Memory(**scratch)
-    warpgroup, panel, split = (jax.lax.axis_index(name) for name in ("warpgroup", "panel", "split"))
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one block makes: some columns, and some inputs of theirs."""
+
+    panel: jax.Array
+    split: jax.Array
+    first: jax.Array
+    """Step."""
+    num_steps: jax.Array
+    tokens: Any
+    """Rows of the step's copies."""
+
+
+def own_share(plan: Plan) -> Share:
+    """Of the block that asks."""
+    panel, split = jax.lax.axis_index("panel"), jax.lax.axis_index("split")
     first, end = (
         jax.lax.div(number * plan.num_steps, jnp.int32(plan.splits))
         for number in (split, split + 1)
     )
     # A start that is not known is not checked against the tokens: past them zeros come.
     start = pl.multiple_of(jax.lax.div(split, jnp.int32(plan.splits)) * 8, 8)
-    tokens = pl.ds(start, plan.rows)
+    return Share(panel, split, first, end - first, pl.ds(start, plan.rows))
 
-    @pl.when(warpgroup == 0)
+
+def _kernel(x: Ref, weight: Ref, out: Ref, token_ring: Ref, *, plan: Plan, **scratch: Ref) -> None:
+    """One block. A step's tokens lie in the ring before the next one's."""
+    memory, share = Memory(**scratch), own_share(plan)
+
+    def place(slot: jax.Array, count: int) -> Ref:
+        """A product reads 64 rows from where a step's own begin."""
+        return token_ring.at[pl.ds(pl.multiple_of(slot * plan.rows, 8), count)]
+
+    def fetch_tokens(slot: jax.Array, inputs: Any) -> None:
+        source = x.at[share.tokens, inputs]
+        plgpu.copy_gmem_to_smem(source, place(slot, plan.rows), memory.here.at[slot])
+
+    @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _() -> None:
-        sums = _multiplied(memory, end - first, plan)
-        result[...] = (_gated(*sums) if plan.halves == 2 else sums[0]).astype(result.dtype)
-        plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(panel * _WIDTH, _WIDTH), _WIDTH)
-        target = out.at[split] if plan.out_dtype == "float32" else out
-        plgpu.copy_smem_to_gmem(result.at[pl.ds(0, plan.rows)], target.at[tokens, columns])
-        plgpu.wait_smem_to_gmem(0)
+        sums = multiplied(memory, share, lambda i: place(slot_of(i, plan), 64), plan)
+        write(sums, out, memory, share, plan)
 
-    @pl.when(warpgroup == 1)
+    @pl.when(jax.lax.axis_index("warpgroup") == 1)
     def _() -> None:
-        @pl.loop(0, end - first)
-        def _(i: jax.Array) -> None:
-            slot = _slot(i, plan)
-            here = memory.here.at[slot]
-            free = functools.partial(plgpu.barrier_wait, memory.free.at[slot])
-            pl.when(i >= plan.stages)(free)
-            inputs = pl.ds(pl.multiple_of((first + i) * plan.depth, plan.depth), plan.depth)
-            place = pl.ds(pl.multiple_of(slot * plan.rows, 8), plan.rows)
-            plgpu.copy_gmem_to_smem(x.at[tokens, inputs], memory.token_ring.at[place], here)
-            for half in range(plan.halves):
-                column = pl.multiple_of(half * plan.outputs + panel * _WIDTH, _WIDTH)
-                source = weight.at[inputs, pl.ds(column, _WIDTH)]
-                plgpu.copy_gmem_to_smem(source, memory.weight_ring.at[slot, half], here)
-
-        @pl.loop(jnp.maximum(end - first - plan.stages, 0), end - first)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_wait(memory.free.at[_slot(i, plan)])
+        fetch(weight, memory, share, plan, fetch_tokens)
 
 
-def _multiplied(memory: _Memory, num_steps: jax.Array, plan: _Plan) -> tuple[jax.Array, ...]:
-    """f32[64, columns] of each half, summed over the block's steps."""
+def fetch(
+    weight: Ref,
+    memory: Memory,
+    share: Share,
+    plan: Plan,
+    fetch_more: Callable[[jax.Array, Any], None] = lambda slot, inputs: None,
+) -> None:
+    """Streams a block's weights, and what else comes with a step."""
+
+    @pl.loop(0, share.num_steps)
+    def _(i: jax.Array) -> None:
+        slot = slot_of(i, plan)
+        free = functools.partial(plgpu.barrier_wait, memory.free.at[slot])
+        pl.when(i >= plan.stages)(free)
+        inputs = pl.ds(pl.multiple_of((share.first + i) * plan.depth, plan.depth), plan.depth)
+        fetch_more(slot, inputs)
+        for half in range(plan.halves):
+            column = pl.multiple_of(half * plan.outputs + share.panel * WIDTH, WIDTH)
+            source = weight.at[inputs, pl.ds(column, WIDTH)]
+            target = memory.weight_ring.at[slot, half]
+            plgpu.copy_gmem_to_smem(source, target, memory.here.at[slot])
+
+    @pl.loop(jnp.maximum(share.num_steps - plan.stages, 0), share.num_steps)
+    def _(i: jax.Array) -> None:
+        plgpu.barrier_wait(memory.free.at[slot_of(i, plan)])
+
+
+def multiplied(
+    memory: Memory, share: Share, tokens_of: Callable[[jax.Array], Ref], plan: Plan
+) -> tuple[jax.Array, ...]:
+    """f32[64, columns] of each half, summed over the block's steps.
+
+    `tokens_of` gives the 64 rows that a step multiplies; those it gave two steps before are free.
+    """
 
     def release(i: jax.Array) -> None:
-        plgpu.barrier_arrive(memory.free.at[_slot(i, plan)])
+        plgpu.barrier_arrive(memory.free.at[slot_of(i, plan)])
 
     def multiply(*sums: Ref) -> tuple[jax.Array, ...]:
-        @pl.loop(0, num_steps)
+        @pl.loop(0, share.num_steps)
         def _(i: jax.Array) -> None:
-            slot = _slot(i, plan)
+            slot = slot_of(i, plan)
+            tokens = tokens_of(i)
             plgpu.barrier_wait(memory.here.at[slot])
-            tokens = memory.token_ring.at[pl.ds(pl.multiple_of(slot * plan.rows, 8), 64)]
             for half, total in enumerate(sums):
                 plgpu.wgmma(total, tokens, memory.weight_ring.at[slot, half])
             plgpu.wgmma_wait(1)
@@ -319,10 +397,21 @@ def _multiplied(memory: _Memory, num_steps: jax.Array, plan: _Plan) -> tuple[jax
         return tuple(total[...] for total in sums)
 
     # Public, though listed in a way that type checkers do not see.
-    total = plgpu.ACC((64, _WIDTH), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    total = plgpu.ACC((64, WIDTH), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     products = pl.run_scoped(multiply, *[total] * plan.halves)
-    release(num_steps - 1)
+    release(share.num_steps - 1)
     return products
+
+
+def write(sums: tuple[jax.Array, ...], out: Ref, memory: Memory, share: Share, plan: Plan) -> None:
+    """What the form makes of a block's sums."""
+    result = memory.result
+    result[...] = (_gated(*sums) if plan.form == "gated" else sums[0]).astype(result.dtype)
+    plgpu.commit_smem()
+    columns = pl.ds(pl.multiple_of(share.panel * WIDTH, WIDTH), WIDTH)
+    target = out.at[share.split] if plan.form == "parts" else out
+    plgpu.copy_smem_to_gmem(result.at[pl.ds(0, plan.rows)], target.at[share.tokens, columns])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -335,5 +424,6 @@ def _rounded(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _slot(number: jax.Array, plan: _Plan) -> jax.Array:
+def slot_of(number: jax.Array, plan: Plan) -> jax.Array:
+    """Where in the ring a step's weights are."""
     return jax.lax.rem(number, jnp.int32(plan.stages))

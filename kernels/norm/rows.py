@@ -27,7 +27,7 @@ _MOST_TOGETHER = 2**15
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Everything static of one kernel."""
 
     num_tokens: int
@@ -60,16 +60,33 @@ def add_norm(
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
+    plan = planned(residual, parts, vectors, scale_at=scale_at, eps=eps, kernels=kernels)
+    return _add_norm(plan)(residual, parts, vectors)
+
+
+def planned(
+    residual: jax.Array,
+    parts: jax.Array,
+    vectors: jax.Array,
+    *,
+    scale_at: int,
+    eps: float,
+    kernels: str,
+) -> Plan:
+    """What `normed` has to know.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernel covers.
+    """
     _decline(residual, parts, vectors, scale_at, kernels)
     num_tokens, hidden_size = residual.shape
-    plan = _Plan(
+    return Plan(
         num_tokens=num_tokens,
         hidden_size=hidden_size,
         num_parts=parts.shape[0],
         scale_at=scale_at,
         eps=eps,
     )
-    return _add_norm(plan)(residual, parts, vectors)
 
 
 def _decline(
@@ -96,7 +113,7 @@ def _decline(
         raise NotImplementedError(f"the scale starts at {scale_at}, not a multiple of {_VECTOR}")
 
 
-def _add_norm(plan: _Plan) -> Any:
+def _add_norm(plan: Plan) -> Any:
     """(residual, parts, vectors) -> sum, norm."""
     out = jax.ShapeDtypeStruct((plan.num_tokens, plan.hidden_size), jnp.bfloat16)
     return plgpu.kernel(
@@ -109,10 +126,19 @@ def _add_norm(plan: _Plan) -> Any:
 
 
 def _kernel(
-    residual: Ref, parts: Ref, vectors: Ref, hidden: Ref, normed: Ref, *, plan: _Plan
+    residual: Ref, parts: Ref, vectors: Ref, hidden: Ref, normed: Ref, *, plan: Plan
 ) -> None:
     """One block: one token."""
     token = jax.lax.axis_index("token")
+    total, result = normed_token(residual, parts, vectors, token, plan)
+    hidden[token] = total
+    normed[token] = result
+
+
+def normed_token(
+    residual: Ref, parts: Ref, vectors: Ref, token: jax.Array | int, plan: Plan
+) -> tuple[jax.Array, jax.Array]:
+    """The sum [D] of one token's values, read from global memory by a warpgroup, and its norm."""
 
     def load(source: Ref) -> jax.Array:
         values = plgpu.load(source, layout=plan.layout, optimized=False)
@@ -123,10 +149,10 @@ def _kernel(
     before = load(residual.at[token])
     update = functools.reduce(jnp.add, [load(parts.at[i, token]) for i in range(plan.num_parts)])
     total = _rounded(before + _rounded(update))
-    hidden[token] = total.astype(jnp.bfloat16)
     mean = (total * total).sum() / plan.hidden_size
     inverse = jax.lax.rsqrt(mean + plan.eps)
-    normed[token] = (_rounded(total * inverse) * scale).astype(jnp.bfloat16)
+    normed = _rounded(total * inverse) * scale
+    return total.astype(jnp.bfloat16), normed.astype(jnp.bfloat16)
 
 
 def _rounded(x: jax.Array) -> jax.Array:

@@ -2,9 +2,7 @@
 
     python -m tests.kernels.assembled OP PLUGIN.so FOLDER
 
-OP is decode, prefill, qkv, mla_decode, mla_prefill, moe, norm or linear.
-
-Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
+OP is a name of `OPS`. Mosaic leaves its dumps in FOLDER. The environment is that of `GpuCompilers`.
 """
 
 from __future__ import annotations
@@ -85,6 +83,7 @@ OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "moe": (moe_cases.KERNELS, lambda case: case.call()),
     "norm": (norm_cases.ASSEMBLED, lambda case: case.call("mosaic")),
     "linear": (linear_cases.ASSEMBLED, lambda case: case.call("mosaic")),
+    "normed": (linear_cases.NORMED_ASSEMBLED, lambda case: case.call("mosaic")),
 }
 """Cases of each op, and the call that one stands for."""
 _DUMPS = ("ptxas", "resources.txt", "ptx")

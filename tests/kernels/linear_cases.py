@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.linear import api
+from tests.kernels import norm_cases
 
 Form = Literal["product", "parts", "gated"]
 
@@ -47,8 +48,8 @@ def inputs(case: Case) -> tuple[jax.Array, jax.Array]:
     """Random values; outputs are about as large as the tokens."""
     rng = np.random.default_rng(case.num_tokens + case.inputs)
     x, weight = (rng.standard_normal(struct.shape) for struct in case.structs)
-    arrays = x * case.magnitude, weight * case.inputs**-0.5
-    return tuple(jnp.asarray(array, jnp.bfloat16) for array in arrays)
+    x, weight = x * case.magnitude, weight * case.inputs**-0.5
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
 
 
 def poisoned(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -65,6 +66,46 @@ def exact(case: Case, arrays: tuple[jax.Array, jax.Array]) -> np.ndarray:
     gate, up = x @ weight[:, 0], x @ weight[:, 1]
     with np.errstate(over="ignore"):
         return gate / (1 + np.exp(-gate)) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """One call of a norm and the product of what it gives."""
+
+    form: Form
+    inputs: int = 256
+    outputs: int = 4096
+    num_parts: int = 2
+    num_tokens: int = 1
+    scale_at: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.num_parts} parts, {self.product}"
+
+    @property
+    def product(self) -> Case:
+        """What is made of the norm."""
+        return Case(self.form, self.num_tokens, self.inputs, self.outputs)
+
+    @property
+    def norm(self) -> norm_cases.Case:
+        """What is normed."""
+        return norm_cases.Case(
+            self.num_tokens, self.inputs, self.num_parts, self.scale_at, dtype="float32"
+        )
+
+    @property
+    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (*self.norm.structs, self.product.structs[1])
+
+    def call(self, kernels: str) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+        """The op with everything static bound."""
+        return functools.partial(api.normed, form=self.form, **self.norm.static, kernels=kernels)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Random values."""
+        return (*norm_cases.inputs(self.norm), inputs(self.product)[1])
 
 
 VALUES = (
@@ -96,3 +137,17 @@ ASSEMBLED = (
     Case("gated", 64, 4096, 12288),
 )
 """Served sizes and the ends of what the kernel covers."""
+NORMED_NAMES = ("hidden", "normed", "product")
+NORMED = (
+    Normed("parts", 512, 128),
+    Normed("gated", 384, 192, num_parts=1),
+    Normed("product", 256, 4096, num_parts=4),
+)
+NORMED_ASSEMBLED = (
+    Normed("product", 4096, 6144),
+    Normed("product", 2048, 5120, num_parts=4),
+    Normed("gated", 4096, 12288),
+    Normed("parts", 2048, 128, num_parts=4),
+    Normed("product", 8192, 10240, num_parts=4),
+)
+"""Served sizes, and those that take the most memory."""

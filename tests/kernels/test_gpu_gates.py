@@ -19,8 +19,9 @@ LATENT_POOL_BYTES = compiled.PAGES * compiled.PAGE_SIZE * 576 * 2
 WORKSPACE_BYTES = Tiling().block_bytes
 """Of expanded latents, at most."""
 
-CALLS = {256: 4, 64: 8, 8: 8, 1: 8}
-"""Kernels of our own in a decode layer by rows: of few tokens the four products are too."""
+CALLS = {256: 4, 64: 8, 8: 8, 1: 6}
+"""Kernels of our own in a decode layer by rows: of few tokens the four products are too, and of one
+two of them norm it."""
 
 
 def blocks_at_once(case) -> int:
@@ -75,13 +76,15 @@ def test_decode_layer_is_so_few_kernels(layer):
     rows, found = layer
     print(found)
     assert found["layer"]["mosaic_gpu_v2"] == CALLS[rows]
-    assert sum(found["layer"].values()) <= {256: 12, 64: 8, 8: 9, 1: 9}[rows]
+    assert sum(found["layer"].values()) <= {256: 12, 64: 8, 8: 9, 1: 7}[rows]
 
 
 def test_kernel_is_given_arrays_of_its_own(layer):
     """A slice would be handed over where it lies, and the kernel refuses what is not aligned."""
     rows, found = layer
-    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 3 * CALLS[rows]
+    # The first layer's norm has nothing to add: of one token its product is a kernel of few tokens.
+    # The last norm is a kernel of its own.
+    assert found["calls"] == found["all"]["mosaic_gpu_v2"] == 3 * CALLS[rows] + (rows == 1)
 
 
 def test_pools_are_updated_in_place(layer):

@@ -8,9 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.linear import api, few_tokens, reference
+from kernels.linear import api, few_tokens, one_token, reference
 from tests.kernels import interpretation, linear_cases
-from tests.kernels.linear_cases import ASSEMBLED, GUARDED, VALUES, Case
+from tests.kernels.linear_cases import (
+    ASSEMBLED,
+    GUARDED,
+    NORMED,
+    NORMED_ASSEMBLED,
+    NORMED_NAMES,
+    VALUES,
+    Case,
+    Normed,
+)
 
 FORMS = ("product", "parts", "gated")
 
@@ -45,7 +54,7 @@ def test_narrow_products_are_split_so_that_the_device_is_busy(interpreted):
 
 def test_every_call_ran_the_kernel(interpreted):
     forms = [case.form for case in (*VALUES, *GUARDED, *GUARDED)]
-    expected = [forms.count(form) for form in FORMS]
+    expected = [*(forms.count(form) for form in FORMS), len(NORMED)]
     assert interpreted["calls"].tolist() == interpreted["mosaic calls"].tolist() == expected
 
 
@@ -58,6 +67,14 @@ def test_tokens_that_are_not_finite_change_no_bit_of_others(interpreted, case):
     np.testing.assert_array_equal(poisoned[kept], clean[kept])
     assert np.isfinite(clean).all()
     assert not np.isfinite(poisoned[[1, 3]]).all(axis=1).any()
+
+
+@pytest.mark.parametrize("case", NORMED, ids=str)
+@pytest.mark.parametrize("name", NORMED_NAMES)
+def test_norm_and_product_in_one_kernel_give_the_bits_of_two(interpreted, case, name):
+    together, apart = (interpreted[f"{case} {name} {way}"] for way in ("together", "apart"))
+    np.testing.assert_array_equal(together, apart)
+    assert np.isfinite(together).all() and together.any()
 
 
 def test_reference_of_several_outputs_is_the_product_of_each():
@@ -114,6 +131,36 @@ def test_what_is_not_covered_is_declined_and_runs_the_reference(case, kernels, r
     jax.eval_shape(case.call(kernels), *case.structs)
     assert op.counts["reference"] == before + 1
     assert op.declined["mosaic"]
+
+
+@pytest.mark.parametrize("case", NORMED_ASSEMBLED, ids=str)
+def test_covered_norms_with_their_products_lower_for_the_device(case):
+    lowered = jax.jit(case.call("mosaic")).trace(*case.structs)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+    hidden, normed, product = jax.eval_shape(case.call("mosaic"), *case.structs)
+    assert hidden.shape == normed.shape == (1, case.inputs)
+    expected = jax.eval_shape(case.product.call("mosaic"), *case.product.structs)
+    assert (product.shape, product.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "reason"),
+    [
+        (Normed("parts"), "plain", "kernels are 'plain', not 'mosaic'"),
+        (Normed("parts", num_tokens=2), "mosaic", "2 tokens, not one"),
+        (Normed("parts", num_parts=17), "mosaic", "17 parts, at most 16 may be"),
+        (Normed("product", outputs=2048), "mosaic", "2048 outputs are too few"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_norm_that_is_not_covered_is_made_apart(case, kernels, reason):
+    settings = dict(form=case.form, **case.norm.static, kernels=kernels)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(one_token.normed, **settings), *case.structs)
+    before = api.normed.counts["apart"]
+    jax.eval_shape(case.call(kernels), *case.structs)
+    assert api.normed.counts["apart"] == before + 1
 
 
 @pytest.mark.parametrize("place", [0, 1])

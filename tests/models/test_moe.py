@@ -14,6 +14,7 @@ from kernels.moe.reference import row_block
 from models import checkpoint, moe, registry
 from models.cache import open_cache
 from models.moe import MoeConfig
+from models.stream import Stream
 from tests.families import tiny
 from tests.models import forward_adapter
 
@@ -236,16 +237,27 @@ def layer_inputs(c, num_tokens, hidden_size=16, dtype="float32", padding=0):
     return weights, jnp.asarray(x).astype(dtype), batch
 
 
+class Normed(Stream):
+    """A stream that is normed already."""
+
+    def __init__(self, x):
+        super().__init__(x, None, vectors=x, scale_at=0, eps=0.0, kernels="plain")
+
+    def normed(self):
+        return self.hidden, self.hidden
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def mlp(*args):
-    (only,) = moe.mlp(*args)
+def mlp(c, weights, x, batch):
+    hidden, (only,) = moe.mlp(c, weights, Normed(x), batch)
+    assert hidden is x
     return only
 
 
 def tapped_mlp(c, weights, x, batch):
     """What a tap sees, by name."""
     seen = {}
-    moe.mlp(c, weights, x, batch, tap=lambda name, value: seen.setdefault(name, value))
+    moe.mlp(c, weights, Normed(x), batch, tap=lambda name, value: seen.setdefault(name, value))
     return seen
 
 

@@ -1,0 +1,157 @@
+"""One token's norm and product in one kernel, on the GPU: first that it is right, then its time.
+
+    PYTHONPATH=. python benchmarks/kernels/normed.py --json OUT.json
+
+Sums and norms must be those of the norm's own kernel but for a root's last bits, products those
+of full precision. Then the time of one norm and product in a chain over distinct weights, in one
+kernel and in two, beside that of reading the weights. A failure ends the run with status 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from benchmarks.kernels import harness, linear
+from benchmarks.kernels.harness import Checks
+from benchmarks.roofline import Ceilings
+from kernels.linear import api
+
+EPS = 1e-6
+SCALE_AT = 8
+SIZES = {
+    "8B qkv": ("product", 4096, 6144, 2),
+    "8B gate_up": ("gated", 4096, 12288, 2),
+    "30B qkv": ("product", 2048, 5120, 4),
+    "30B router": ("parts", 2048, 128, 4),
+}
+"""Form, inputs, outputs, and parts of the update."""
+CHAIN = 6
+_SAMPLE_SECONDS = 0.03
+_ROUNDED_TWICE = 2.0**-7
+
+
+def inputs(form: str, size: int, outputs: int, parts: int, magnitude: float = 1.0) -> Any:
+    """Residual, parts, vectors and weight."""
+    rng = np.random.default_rng(size + parts)
+    residual = magnitude * rng.standard_normal((1, size), np.float32)
+    update = magnitude * rng.standard_normal((parts, 1, size), np.float32)
+    vectors = 1 + 0.3 * rng.standard_normal(SCALE_AT + size)
+    _, weight = linear.inputs(form, 1, size, outputs)
+    return (
+        jnp.asarray(residual, jnp.bfloat16),
+        jnp.asarray(update),
+        jnp.asarray(vectors, jnp.bfloat16),
+        weight,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("form", "is_together"))
+def call(*arrays: jax.Array, form: str, is_together: bool = True) -> Any:
+    """Sum, norm and product."""
+    op = api.normed if is_together else api.apart
+    return op(*arrays, form=form, scale_at=SCALE_AT, eps=EPS, kernels="mosaic")
+
+
+def check_values() -> Checks:
+    """Every size, beside the norm's own kernel and a product of full precision."""
+    for name, (form, size, outputs, parts) in SIZES.items():
+        for magnitude in (1.0, 1e-12, 1e6):
+            arrays = inputs(form, size, outputs, parts, magnitude)
+            before = api.normed.counts["apart"]
+            hidden, normed, out = call(*arrays, form=form)
+            apart_hidden, apart_normed, _ = call(*arrays, form=form, is_together=False)
+            same = np.asarray(hidden).tobytes() == np.asarray(apart_hidden).tobytes()
+            wide = [np.asarray(x).astype(np.float64) for x in (normed, apart_normed)]
+            apart = np.abs(wide[0] - wide[1]) / np.maximum(np.abs(wide[1]), 1e-30)
+            found = np.asarray(functools.reduce(jnp.add, list(out)) if form == "parts" else out)
+            error = harness.worst_error(
+                found.reshape(1, -1), linear.exact(form, normed, arrays[3]).reshape(1, -1)
+            )
+            holds = (
+                same
+                and float(apart.max()) <= _ROUNDED_TWICE
+                and error <= linear.TOLERANCE[form]
+                and api.normed.counts["apart"] == before
+            )
+            figure = f"norm {apart.max():.1e}, product {error:.1e}"
+            yield f"{name}, times {magnitude:g}", bool(holds), figure
+
+
+def check_bits() -> Checks:
+    """Runs after runs give the same bits."""
+    for name, (form, *sizes) in SIZES.items():
+        arrays = inputs(form, *sizes)
+        clean = [np.asarray(x).tobytes() for x in call(*arrays, form=form)]
+        again = (call(*arrays, form=form) for _ in range(20))
+        same = all([np.asarray(x).tobytes() for x in found] == clean for found in again)
+        yield f"{name}: 20 more runs", same, ""
+
+
+@functools.partial(jax.jit, static_argnames=("form", "is_together"))
+def _chain(
+    residual: jax.Array,
+    update: jax.Array,
+    vectors: jax.Array,
+    weights: list[jax.Array],
+    form: str,
+    is_together: bool,
+) -> jax.Array:
+    out = residual
+    for weight in weights:
+        op = api.normed if is_together else api.apart
+        residual, _, out = op(
+            residual,
+            update,
+            vectors,
+            weight,
+            form=form,
+            scale_at=SCALE_AT,
+            eps=EPS,
+            kernels="mosaic",
+        )
+        residual, update, _ = jax.lax.optimization_barrier((residual, update, out))
+    return out
+
+
+def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
+    """Time of one norm and product, in one kernel and in two."""
+    for name, (form, *sizes) in SIZES.items():
+        *arrays, weight = inputs(form, *sizes)
+        weights = [weight + i for i in range(CHAIN)]
+        figures: dict[str, Any] = {"product": name}
+        for way in ("together", "apart"):
+            run: Callable[[], Any] = functools.partial(
+                _chain, *arrays, weights, form, way == "together"
+            )
+            figures[f"{way}_us"] = round(1e6 * harness.seconds(run, _SAMPLE_SECONDS) / CHAIN, 2)
+        if ceilings:
+            floor = weight.nbytes / ceilings.read_bytes_per_second
+            figures["floor_us"] = round(1e6 * floor, 2)
+        print("  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
+        yield figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks, measures and writes the report; the exit status is 1 when a check failed."""
+    return harness.run(
+        "normed",
+        "Checks and times one token's norm with the product of what it gives.",
+        (check_values, check_bits),
+        measured,
+        lambda: ("declined", dict(api.normed.declined), not api.normed.declined),
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

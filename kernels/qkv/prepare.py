@@ -35,7 +35,8 @@ class _Plan:
     num_kv_heads: int
     group: int
     head_dim: int
-    scales_at: int
+    scales_at: int | None
+    """Where among the vectors the norm's scales begin; None: there is no norm."""
     eps: float
 
     @property
@@ -98,7 +99,7 @@ def prepare(
         num_kv_heads=num_kv_heads,
         group=heads - 2,
         head_dim=head_dim,
-        scales_at=scales_at,
+        scales_at=None if vectors is None else scales_at,
         eps=eps,
     )
     in_place = jax.new_ref(pool)
@@ -136,6 +137,14 @@ def _prepare(plan: _Plan) -> Any:
     blocks = plan.num_tokens // plan.tokens
     heads, rows, half = plan.num_kv_heads, plan.rows, plan.half
     q_shape = (plan.num_tokens, heads, plan.group, plan.head_dim)
+    scratch = dict(
+        tile=plgpu.SMEM((rows, plan.group + 2, plan.head_dim), jnp.bfloat16),
+        cos_tile=plgpu.SMEM((rows, half), jnp.float32),
+        sin_tile=plgpu.SMEM((rows, half), jnp.float32),
+        here=plgpu.Barrier(num_arrivals=3 if plan.scales_at is None else 4 + plan.group),
+    )
+    if plan.scales_at is not None:
+        scratch["scales"] = plgpu.SMEM((plan.group + 1, plan.head_dim), jnp.bfloat16)
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
@@ -146,12 +155,7 @@ def _prepare(plan: _Plan) -> Any:
         # The last axis runs fastest: the heads of one token, which lie side by side.
         grid=(blocks, heads),
         grid_names=("block", "head"),
-        scratch_types=dict(
-            tile=plgpu.SMEM((rows, plan.group + 2, plan.head_dim), jnp.bfloat16),
-            cos_tile=plgpu.SMEM((rows, half), jnp.float32),
-            sin_tile=plgpu.SMEM((rows, half), jnp.float32),
-            here=plgpu.Barrier(num_arrivals=3),
-        ),
+        scratch_types=scratch,
     )
 
 
@@ -167,16 +171,22 @@ def _kernel(
     cos_tile: Ref,
     sin_tile: Ref,
     here: Ref,
+    scales: Ref | None = None,
     plan: _Plan,
 ) -> None:
     """One block: some tokens of one kv head. Rows of the tile past them hold anything."""
-    *scales, q, is_bad = others
+    *vectors, q, is_bad = others
     block, head = jax.lax.axis_index("block"), jax.lax.axis_index("head")
     start = block * plan.tokens
     tokens, filled = pl.ds(start, plan.tokens), pl.ds(0, plan.tokens)
     plgpu.copy_gmem_to_smem(qkv.at[tokens, head], tile.at[filled], here)
     plgpu.copy_gmem_to_smem(cos.at[tokens], cos_tile.at[filled], here)
     plgpu.copy_gmem_to_smem(sin.at[tokens], sin_tile.at[filled], here)
+    for source in vectors:
+        # With the tokens: loads in the loop below would wait for memory once a head.
+        for i in range(plan.group + 1):
+            scale = source.at[pl.ds(plan.scales_at + i * plan.head_dim, plan.head_dim)]
+            plgpu.copy_gmem_to_smem(scale, scales.at[i], here)
     places = [(pages[start + i], offsets[start + i]) for i in range(plan.tokens)]
     plgpu.barrier_wait(here)
     turn = _load(cos_tile, plan), _load(sin_tile, plan)
@@ -224,12 +234,12 @@ def _zero_nonfinite(tile: Ref, i: int, plan: _Plan) -> jax.Array:
 
 
 def _turned(
-    x: Halves, i: jax.Array, scales: list[Ref], turn: tuple[jax.Array, jax.Array], plan: _Plan
+    x: Halves, i: jax.Array, scales: Ref | None, turn: tuple[jax.Array, jax.Array], plan: _Plan
 ) -> Halves:
     """Head i, normed where there are scales, then rotated."""
     first, second = (part.astype(jnp.float32) for part in x)
-    if scales:
-        first, second = _normed((first, second), i, scales[0], plan)
+    if scales is not None:
+        first, second = _normed((first, second), i, scales, plan)
     cos, sin = turn
     return (
         (first * cos - second * sin).astype(jnp.bfloat16),
@@ -237,13 +247,13 @@ def _turned(
     )
 
 
-def _normed(x: Halves, i: jax.Array, vectors: Ref, plan: _Plan) -> Halves:
+def _normed(x: Halves, i: jax.Array, scales: Ref, plan: _Plan) -> Halves:
     """f32 in, f32 out, rounded to bfloat16 twice as the reference is."""
     squares = [(part * part).sum(axis=1) for part in x]
     inverse = jax.lax.rsqrt((squares[0] + squares[1]) * (1 / plan.head_dim) + plan.eps)
 
     def scaled(part: jax.Array, start: int) -> jax.Array:
-        source = vectors.at[pl.ds(plan.scales_at + i * plan.head_dim + start, plan.half)]
+        source = scales.at[i, pl.ds(start, plan.half)]
         scale = plgpu.load(source, layout=plan.layout.reduce(0), optimized=False)
         scale = jax.lax.broadcast_in_dim(scale.astype(jnp.float32), part.shape, [1])
         part = part * jax.lax.broadcast_in_dim(inverse, part.shape, [0])

@@ -40,7 +40,7 @@ class Call:
 
     @property
     def is_kernel(self) -> bool:
-        return self.chosen != "reference"
+        return self.chosen not in ("reference", "apart")
 
     def __str__(self) -> str:
         why = f" ({'; '.join(self.declined)})" if self.declined else ""
@@ -73,6 +73,7 @@ _ALLOWED = {
     "linear.product": (_MANY_TOKENS, r"\d+ outputs are too few for blocks"),
     "linear.parts": (_MANY_TOKENS, "x is float32 and weight float32"),  # routers keep float32
     "linear.gated": (_MANY_TOKENS,),
+    "linear.normed": (r"\d+ tokens, not one",),
     "moe.experts": (_MANY_TOKENS,),  # of the form before the one that took it
 }
 """Reasons that are no gap in the coverage: XLA's product is as fast for those."""
@@ -87,7 +88,9 @@ class Promise:
     ops: tuple[str, ...]
 
 
-_EVERYWHERE = ("norm.add_norm", "linear.product", "linear.parts")
+_WIDTH = 16
+"""Pages of a row."""
+_EVERYWHERE = ("norm.add_norm", "linear.product", "linear.parts", "linear.normed")
 _PAGED = ("qkv.prepare", "attention.decode", "attention.prefill")
 _COMMON = {
     "vocab_size": 512,
@@ -160,7 +163,7 @@ PROMISES = {
             "routed_scaling_factor": 1.8,
             "rope_scaling": None,
         },
-        ("mla.decode", *_EVERYWHERE, "linear.gated", "moe.route", "moe.experts"),
+        ("mla.decode", "mla.prefill", *_EVERYWHERE, "linear.gated", "moe.route", "moe.experts"),
     ),
 }
 """Small models of every form of layer, of sizes that the kernels cover."""
@@ -211,14 +214,14 @@ def traced(model: registry.Model, rows: int, tokens: int) -> list[Call]:
     pools = model.cache_spec(compiled.PAGE_SIZE, "bfloat16").pool_shapes(compiled.PAGES)
 
     def decode(flat: jax.Array) -> tuple[jax.Array, Batch]:
-        return compiled.decode_batch(flat, rows, tiling)
+        return compiled.decode_batch(flat, rows, _WIDTH, tiling)
 
     def mixed(flat: jax.Array) -> tuple[jax.Array, Batch]:
-        return compiled.mixed_batch(flat, rows, tokens, tiling)
+        return compiled.mixed_batch(flat, rows, tokens, _WIDTH, tiling)
 
     with recorded() as calls:
         for batch_of, size in ((decode, 2 * rows + 1), (mixed, tokens + 2 * rows + 1)):
-            flat = jax.ShapeDtypeStruct((size + rows * compiled.WIDTH,), jnp.int32)
+            flat = jax.ShapeDtypeStruct((size + rows * _WIDTH,), jnp.int32)
 
             def forward(params, pools, flat, batch_of=batch_of):
                 token_ids, batch = batch_of(flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -71,6 +72,15 @@ def decline_past_32_bits(pool: jax.Array) -> None:
     """
     if pool.size // pool.shape[-1] >= 2**31:
         raise NotImplementedError(f"a pool of {pool.shape[0]} pages is past 32-bit row numbers")
+
+
+def soft_capped(scores: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """c tanh(scale * scores / c), as c - 2 c / (1 + e^(2 scale * scores / c)).
+
+    The device's own tanh knows 11 bits; a division's special cases would not stay in registers.
+    """
+    grown = jnp.exp2(scores * (2 * math.log2(math.e) * scale / soft_cap))
+    return soft_cap - 2 * soft_cap * jnp.exp2(-jnp.log2(1 + grown))
 
 
 def div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:

@@ -150,6 +150,7 @@ def attend_block(
     factor: float,
     visible: Callable[[tuple[int, int]], jax.Array] | None,
     meanwhile: Callable[[], None],
+    capped: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Partial:
     """Adds the keys of one block; a running softmax in powers of two.
 
@@ -159,6 +160,7 @@ def attend_block(
       factor: multiplies the scores, log2(e) included.
       visible: bool[64, S] of that shape, where some keys may be hidden from some queries.
       meanwhile: what to wait for while the values are multiplied.
+      capped: makes scores of products before they are multiplied; None: products are scores.
     """
     values, high, total = partial
 
@@ -169,6 +171,8 @@ def attend_block(
 
     scores = _accumulated(score, (ROWS, block.num_keys))
     plgpu.barrier_arrive(block.keys_free)
+    if capped is not None:
+        scores = capped(scores)
     if visible is not None:
         scores = jnp.where(visible((ROWS, block.num_keys)), scores, -jnp.inf)
     new_high = jnp.maximum(high, scores.max(axis=1) * factor)

@@ -23,6 +23,7 @@ from kernels.mosaic import (
     decline_unless_covered,
     div_rem,
     round_up,
+    soft_capped,
 )
 from kernels.running_softmax import (
     SCORES,
@@ -58,6 +59,7 @@ class _Plan:
     """Pages of a row of the page table."""
     scale: float
     window: int | None
+    soft_cap: float | None = None
     chosen_splits: int | None = None
     """None: by formula."""
 
@@ -123,6 +125,7 @@ def decode(
     kernels: str,
     block_pages: int,
     block_bytes: int,
+    soft_cap: float | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """Attends rows of equal query length to their pages; see `reference.decode`.
@@ -149,6 +152,7 @@ def decode(
         width=page_table.shape[1],
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
         chosen_splits=splits,
     )
     flat = q.reshape(-1, head_dim) if queries == 1 else _grouped(q, plan)
@@ -396,7 +400,10 @@ def _attend_tile(
     """Adds the 64 tokens from `start` on; a running softmax in powers of two."""
     values, high, total = partial
     scores = _product(kv.at[pl.ds(0, TILE)], q_tile.T)
-    scores = scores * (plan.scale * math.log2(math.e))
+    if plan.soft_cap is None:
+        scores = scores * (plan.scale * math.log2(math.e))
+    else:
+        scores = soft_capped(scores, plan.scale, plan.soft_cap) * math.log2(math.e)
     key_at = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=SCORES) + start
     query_at = column_at if plan.queries == 1 else per_column(column_at, scores)
     is_visible = key_at <= query_at

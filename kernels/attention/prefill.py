@@ -26,6 +26,7 @@ from kernels.mosaic import (
     decline_unless_covered,
     div_rem,
     round_up,
+    soft_capped,
 )
 from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial
 
@@ -53,6 +54,7 @@ class _Plan:
     """Pages of a row of the page table."""
     scale: float
     window: int | None
+    soft_cap: float | None
 
     @property
     def heads_at_once(self) -> int:
@@ -193,6 +195,7 @@ def prefill(
     tile_tokens: int,
     tiles_at_once: int,
     max_chunk_rows: int,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attends the chunks of a flat token batch to their pages; see `reference.prefill`.
 
@@ -219,6 +222,7 @@ def prefill(
         width=page_table.shape[1],
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
     )
     if padded > num_tokens:
         q = jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
@@ -557,12 +561,18 @@ def _attend_block(
         here = memory.keys_here.at[_slot(filled + i + 1, plan)]
         pl.when(i + 1 < unit.num_steps)(lambda: plgpu.barrier_wait(here))
 
+    def capped(scores: jax.Array) -> jax.Array:
+        assert plan.soft_cap is not None
+        return soft_capped(scores, plan.scale, plan.soft_cap)
+
+    has_cap = plan.soft_cap is not None
     return query_tiles.attend_block(
         partial,
         block,
-        plan.scale * math.log2(math.e),
+        (1.0 if has_cap else plan.scale) * math.log2(math.e),
         None if query_at is None else visible,
         wait_for_next_keys,
+        capped if has_cap else None,
     )
 
 

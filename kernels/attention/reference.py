@@ -30,6 +30,7 @@ def decode(
     window: int | None,
     block_pages: int,
     block_bytes: int,
+    soft_cap: float | None = None,
     kernels: str = "plain",
 ) -> jax.Array:
     """Attends rows of equal query length to their pages.
@@ -44,6 +45,7 @@ def decode(
       window: positions a query sees, itself included; None: all before it.
       block_pages: pages attended at once, at most; the result's last bits depend on it.
       block_bytes: bytes of gathered pages at once, at most.
+      soft_cap: c, scores s become c tanh(s / c); None: they stay.
       kernels: what the device can run; plain JAX runs everywhere.
 
     Returns:
@@ -54,7 +56,16 @@ def decode(
     num_kv_heads = pool.shape[1]
     grouped = q.reshape(rows, queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = _attend(
-        grouped, pool, page_table, positions, kv_lens, scale, window, block_pages, block_bytes
+        grouped,
+        pool,
+        page_table,
+        positions,
+        kv_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        block_pages=block_pages,
+        block_bytes=block_bytes,
     )
     return out.reshape(rows, queries, num_heads, head_dim).astype(q.dtype)
 
@@ -75,6 +86,7 @@ def prefill(
     tile_tokens: int,
     tiles_at_once: int,
     max_chunk_rows: int,
+    soft_cap: float | None = None,
     kernels: str = "plain",
 ) -> jax.Array:
     """Attends the chunks of a flat token batch to their pages, tile by tile.
@@ -94,6 +106,7 @@ def prefill(
       tile_tokens: queries of one tile.
       tiles_at_once: tiles attended at once.
       max_chunk_rows: rows that can be chunks.
+      soft_cap: as in `decode`.
       kernels: what the device can run; plain JAX runs everywhere.
 
     Returns:
@@ -108,7 +121,18 @@ def prefill(
         q: jax.Array, rows: jax.Array, positions: jax.Array, kv_lens: jax.Array
     ) -> jax.Array:
         table = page_table[rows]
-        return _attend(q, pool, table, positions, kv_lens, scale, window, block_pages, block_bytes)
+        return _attend(
+            q,
+            pool,
+            table,
+            positions,
+            kv_lens,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            block_pages=block_pages,
+            block_bytes=block_bytes,
+        )
 
     out = over_tiles(
         attend_tiles,
@@ -218,8 +242,10 @@ def _attend(
     page_table: jax.Array,
     positions: jax.Array,
     kv_lens: jax.Array,
+    *,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
     block_pages: int,
     block_bytes: int,
 ) -> jax.Array:
@@ -240,6 +266,7 @@ def _attend(
         kv_lens,
         scale=scale,
         window=window,
+        soft_cap=soft_cap,
         page_size=pool.shape[3],
         block_pages=min(block_pages, block_bytes // bytes_per_page),
     )
@@ -256,6 +283,7 @@ def attend_read(
     window: int | None,
     page_size: int,
     block_pages: int,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Walks each row's pages block by block with a running softmax, in float32.
 
@@ -269,6 +297,7 @@ def attend_read(
       window: positions a query sees, itself included; None: all before it.
       page_size: tokens of one page.
       block_pages: pages read at once, at most; fewer than 1 counts as 1.
+      soft_cap: as in `decode`.
 
     Returns:
       f32 [B, Q, K, G, H'], H' that of the values; zero for queries that see nothing.
@@ -295,6 +324,8 @@ def attend_read(
             precision=precision,
             preferred_element_type=jnp.float32,
         ) * jnp.float32(scale)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         key_at = start + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, None, None, :]
         is_visible = key_at <= query_at
         if window is not None:

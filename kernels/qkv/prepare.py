@@ -182,11 +182,8 @@ def _kernel(
     plgpu.copy_gmem_to_smem(qkv.at[tokens, head], tile.at[filled], here)
     plgpu.copy_gmem_to_smem(cos.at[tokens], cos_tile.at[filled], here)
     plgpu.copy_gmem_to_smem(sin.at[tokens], sin_tile.at[filled], here)
-    for source in vectors:
-        # With the tokens: loads in the loop below would wait for memory once a head.
-        for i in range(plan.group + 1):
-            scale = source.at[pl.ds(plan.scales_at + i * plan.head_dim, plan.head_dim)]
-            plgpu.copy_gmem_to_smem(scale, scales.at[i], here)
+    if scales is not None:
+        _fetch_scales(vectors[0], scales, here, plan)
     places = [(pages[start + i], offsets[start + i]) for i in range(plan.tokens)]
     plgpu.barrier_wait(here)
     turn = _load(cos_tile, plan), _load(sin_tile, plan)
@@ -205,6 +202,14 @@ def _kernel(
         plgpu.copy_smem_to_gmem(tile.at[i, pl.ds(0, plan.group)], q.at[start + i, head])
         plgpu.copy_smem_to_gmem(tile.at[i, pl.ds(key, 2)], pool.at[page, head, :, offset])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _fetch_scales(vectors: Ref, scales: Ref, here: Ref, plan: _Plan) -> None:
+    """With the tokens: loads where they are used would wait for memory once a head."""
+    assert plan.scales_at is not None
+    for i in range(plan.group + 1):
+        source = vectors.at[pl.ds(plan.scales_at + i * plan.head_dim, plan.head_dim)]
+        plgpu.copy_gmem_to_smem(source, scales.at[i], here)
 
 
 def _load(x: Ref, plan: _Plan) -> jax.Array:

@@ -40,6 +40,8 @@ DECODE = (
     Case(MANY, group=16, window=100),
     Case(MANY, queries=8, group=16),
     Case(FEW, queries=8, group=6, head_dim=256, page_size=16),
+    Case(MANY, soft_cap=50.0),
+    Case(FEW, queries=8, group=16, head_dim=256, soft_cap=50.0),
 )
 CHUNKS = ((300, 700), (100, 0))
 PREFILL = (
@@ -51,6 +53,8 @@ PREFILL = (
     prefill_cases.Case(CHUNKS, head_dim=256, group=16),
     prefill_cases.Case(CHUNKS, head_dim=256, group=1, page_size=16),
     prefill_cases.Case(CHUNKS, head_dim=256, group=2, page_size=16, window=100),
+    prefill_cases.Case(CHUNKS, soft_cap=50.0),
+    prefill_cases.Case(CHUNKS, head_dim=256, group=2, soft_cap=50.0),
 )
 QKV = (
     qkv_cases.Case(256, num_kv_heads=8),

@@ -25,6 +25,7 @@ class Case:
     page_size: int = 64
     queries: int = 1
     window: int | None = None
+    soft_cap: float | None = None
     num_kv_heads: int = 2
     spare_pages: int = 0
     min_blocks: int | None = None
@@ -59,10 +60,13 @@ class Case:
             jax.ShapeDtypeStruct((rows,), "int32"),
         )
 
+    @property
+    def static(self) -> dict[str, float | int | None]:
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
     def decode(self, kernels: str):
         """The op with everything static bound."""
-        static = {"scale": self.scale, "window": self.window, "kernels": kernels}
-        return functools.partial(api.decode, **static, **PLAIN)
+        return functools.partial(api.decode, **self.static, kernels=kernels, **PLAIN)
 
 
 def inputs(case: Case) -> tuple[jax.Array, ...]:
@@ -103,7 +107,7 @@ def exact(case: Case, arrays: tuple[jax.Array, ...]) -> np.ndarray:
     """The reference in float32."""
     q, pool, *rest = arrays
     wide = (q.astype(jnp.float32), pool.astype(jnp.float32))
-    decode = functools.partial(reference.decode, scale=case.scale, window=case.window, **PLAIN)
+    decode = functools.partial(reference.decode, **case.static, **PLAIN)
     return np.asarray(jax.jit(decode)(*wide, *rest), np.float64)
 
 
@@ -137,6 +141,9 @@ VALUES = (
     Case((66, 2, 0), queries=2, group=3),
     Case((129, 70), queries=8, group=6, num_kv_heads=1, window=40),
     Case((90, 64), queries=5, group=4, head_dim=256, page_size=16, num_kv_heads=1, min_blocks=1),
+    # Scores that a cap bends, the one of them far.
+    Case((200, 66, 0), group=3, soft_cap=4.0, num_kv_heads=1),
+    Case((129, 70), queries=2, group=4, soft_cap=0.5, window=40, num_kv_heads=1),
 )
 GUARDED = Case((65, 70, 3), group=3, num_kv_heads=1)
 """Run clean, with other bystanders, and with a NaN."""

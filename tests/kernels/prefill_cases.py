@@ -27,6 +27,7 @@ class Case:
     head_dim: int = 128
     page_size: int = 64
     window: int | None = None
+    soft_cap: float | None = None
     num_kv_heads: int = 1
     padding: int = 0
     spare_chunk_rows: int = 1
@@ -84,7 +85,8 @@ class Case:
     def static(self) -> dict[str, object]:
         max_chunk_rows = len(self.chunks) + self.spare_chunk_rows
         scale = self.head_dim**-0.5
-        return {"scale": scale, "window": self.window, "max_chunk_rows": max_chunk_rows} | PLAIN
+        look: dict[str, object] = {"scale": scale, "window": self.window, "soft_cap": self.soft_cap}
+        return look | {"max_chunk_rows": max_chunk_rows} | PLAIN
 
     def prefill(self, kernels: str):
         """The op with everything static bound."""
@@ -174,6 +176,8 @@ VALUES = (
     Case(((130, 230),), group=2, window=100, multiprocessors=1),
     Case(((70, 70),), (50,), group=5, head_dim=64, page_size=32, window=1, padding=1),
     Case(((20, 3),), group=16, head_dim=64, page_size=16, multiprocessors=3),
+    # Scores that a cap bends.
+    Case(((70, 60), (9, 0)), group=2, soft_cap=2.0, multiprocessors=1),
 )
 GUARDED = Case(((8, 57), (70, 30)), (50, 3), group=3, padding=5, multiprocessors=2)
 """Run clean, with other bystanders, and with a NaN."""

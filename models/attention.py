@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,59 @@ from kernels.attention import api
 from kernels.qkv import api as qkv_api
 from models.batch import Batch
 from models.cache import kv_places, write_kv
-from models.layers import Rotation
+from models.layers import Dense, Rotation
 
 
-def attend_projected(
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """A step's queries, and pages that hold its keys and values: all that attention takes."""
+
+    q: jax.Array
+    """[T, N, H], rotated."""
+    pool: jax.Array
+    """[P, K, 2, page_size, H], with this step's tokens."""
+    batch: Batch
+    page_table: jax.Array
+    """i32[R, W] of the layer's group."""
+    scale: float
+    """Multiplies the scores."""
+    window: int | None
+    """Positions a query sees, itself included; None: all before it."""
+
+    def attended(self) -> jax.Array:
+        """[T, N, H] in q's dtype; zero for padding."""
+        if self.batch.is_decode:
+            return api.decode(*self._rows, **self.look).reshape(self.q.shape)
+        return _attend_mixed(self)
+
+    def times(self, weight: Dense) -> jax.Array:
+        """Parts [S, T, D] of the product with a weight [N * H, D]."""
+        if self.batch.is_decode:
+            return api.decode_times(*self._rows, weight.kernel, **self.look)
+        out = self.attended()
+        return weight.parts(out.reshape(out.shape[0], -1), self.batch.tiling.kernels)
+
+    @property
+    def _rows(self) -> tuple[jax.Array, ...]:
+        batch = self.batch
+        rows, queries = batch.kv_lens.shape[0], batch.query_len
+        q = self.q.reshape(rows, queries, *self.q.shape[1:])
+        return q, self.pool, self.page_table, batch.positions.reshape(rows, queries), batch.kv_lens
+
+    @property
+    def look(self) -> dict[str, Any]:
+        """What both ops take beside arrays."""
+        tiling = self.batch.tiling
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "block_pages": tiling.block_pages,
+            "block_bytes": tiling.block_bytes,
+            "kernels": tiling.kernels,
+        }
+
+
+def prepared(
     qkv: jax.Array,
     turn: Rotation,
     vectors: jax.Array | None,
@@ -26,23 +77,23 @@ def attend_projected(
     eps: float,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attends each new token to its request's pages, from the layer's projection on.
+) -> tuple[Queries, jax.Array]:
+    """Makes a layer's queries of its projection, and writes its keys and values.
 
     Args:
       qkv: [T, K, G + 2, H], per kv head its queries, key and value.
       turn: of the step's positions.
       vectors: 1-D, holds the norm's scales among others; None: queries and keys are not normed.
-      pool: as in `attend`, and so are the others.
+      pool: [P, K, 2, page_size, H].
       batch: lengths and rows of the step.
       page_table: i32[R, W] of the layer's group.
       scales_at: where in `vectors` the scales [G + 1, H] of queries and key begin.
       eps: of the norm.
-      scale: multiplies the scores.
-      window: positions a query sees, itself included; None: all before it.
+      scale: as in `Queries`.
+      window: as in `Queries`.
 
     Returns:
-      What `attend` returns.
+      The queries, and bool[T] where a key or value was not finite.
     """
     pages, offsets = kv_places(batch, page_table, pool.shape[3])
     q, pool, is_bad = qkv_api.prepare(
@@ -57,8 +108,24 @@ def attend_projected(
         eps=eps,
         kernels=batch.tiling.kernels,
     )
-    out = _attend_pages(q, pool, batch, page_table, scale, window)
-    return out, pool, jnp.logical_and(batch.is_real, is_bad)
+    queries = Queries(q, pool, batch, page_table, scale, window)
+    return queries, jnp.logical_and(batch.is_real, is_bad)
+
+
+def written(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    pool: jax.Array,
+    batch: Batch,
+    page_table: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Queries, jax.Array]:
+    """The same of queries [T, N, H], keys and values [T, K, H] that are rotated already."""
+    pool, is_bad = write_kv(pool, keys, values, batch, page_table)
+    return Queries(q, pool, batch, page_table, scale, window), is_bad
 
 
 def attend(
@@ -88,66 +155,36 @@ def attend(
       [T, N, H] in q's dtype (zero for padding), the pool with this step's tokens, and bool[T] where
       a key or value was not finite.
     """
-    pool, is_bad = write_kv(pool, keys, values, batch, page_table)
-    return _attend_pages(q, pool, batch, page_table, scale, window), pool, is_bad
+    queries, is_bad = written(q, keys, values, pool, batch, page_table, scale=scale, window=window)
+    return queries.attended(), queries.pool, is_bad
 
 
-def _attend_pages(
-    q: jax.Array,
-    pool: jax.Array,
-    batch: Batch,
-    page_table: jax.Array,
-    scale: float,
-    window: int | None,
-) -> jax.Array:
-    """q [T, N, H] against pages that hold this step's keys and values -> [T, N, H]."""
-    num_tokens, num_heads, head_dim = q.shape
+def _attend_mixed(queries: Queries) -> jax.Array:
+    """Decode rows and chunks."""
+    q, pool, batch, table = queries.q, queries.pool, queries.batch, queries.page_table
     tiling = batch.tiling
-    if batch.is_decode:
-        num_rows, query_len = batch.kv_lens.shape[0], batch.query_len
-        out = api.decode(
-            q.reshape(num_rows, query_len, num_heads, head_dim),
-            pool,
-            page_table,
-            batch.positions.reshape(num_rows, query_len),
-            batch.kv_lens,
-            scale=scale,
-            window=window,
-            block_pages=tiling.block_pages,
-            block_bytes=tiling.block_bytes,
-            kernels=tiling.kernels,
-        )
-        return out.reshape(num_tokens, num_heads, head_dim)
     out = api.prefill(
         q,
         pool,
-        page_table,
+        table,
         batch.positions,
         batch.kv_lens,
         batch.cu_q_lens,
         batch.num_decode,
-        scale=scale,
-        window=window,
-        block_pages=tiling.block_pages,
-        block_bytes=tiling.block_bytes,
         tile_tokens=tiling.tile_tokens,
         tiles_at_once=tiling.tiles_at_once,
         max_chunk_rows=batch.max_chunk_rows,
-        kernels=tiling.kernels,
+        **queries.look,
     )
 
     def decode_rows(num_rows: int, kv_lens: jax.Array) -> jax.Array:
         rows = api.decode(
             q[:num_rows, None],
             pool,
-            page_table[:num_rows],
+            table[:num_rows],
             batch.positions[:num_rows, None],
             kv_lens,
-            scale=scale,
-            window=window,
-            block_pages=tiling.block_pages,
-            block_bytes=tiling.block_bytes,
-            kernels=tiling.kernels,
+            **queries.look,
         )
         return rows[:, 0]
 

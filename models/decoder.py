@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.qkv.reference import turned
-from models import layers, mla, mlp, moe
-from models.attention import attend, attend_projected
+from models import attention, layers, mla, mlp, moe
 from models.batch import Batch
 from models.cache import Cache, CacheGroup, CacheSpec, LatentGroup
 from models.decoder_config import DecoderConfig
@@ -168,7 +167,6 @@ def _attention(
         table = batch.page_tables[0]
         found = mla.attention(config.mla, weights, vectors, x, pool, turn, batch, table, tap=tap)
         return hidden, *found
-    kernels = stream.kernels
     hidden, _, qkv = stream.times(weights["qkv"], "product")  # [T, K, G + 2, H]
     if "qkv_bias" in vectors:
         qkv = qkv + vectors["qkv_bias"][None]
@@ -178,7 +176,7 @@ def _attention(
         # A kernel reads the scales where they lie: a slice of its own would cost another kernel.
         scales_at, _ = vector_layout(config).get("qk_norm", (0, ()))
         flat = weights["vectors"] if config.qk_norm else None
-        out, pool, is_bad = attend_projected(
+        queries, is_bad = attention.prepared(
             qkv,
             turn,
             flat,
@@ -192,14 +190,14 @@ def _attention(
     else:
         # What a tap sees or changes lies between the steps of the operation above.
         q, keys, values = turned(qkv, turn.cos, turn.sin, vectors.get("qk_norm"), eps)
-        out, pool, is_bad = attend(
+        queries, is_bad = attention.written(
             tap("q", q), tap("k", keys), tap("v", values), pool, batch, table, **look
         )
-    out = out.reshape(hidden.shape[0], -1)
     if "o_bias" not in vectors:
-        return hidden, weights["o"].parts(out, kernels), pool, is_bad
-    out = layers.linear(out, weights["o"], kernels=kernels) + vectors["o_bias"][None]
-    return hidden, out[None], pool, is_bad
+        return hidden, queries.times(weights["o"]), queries.pool, is_bad
+    out = queries.attended().reshape(hidden.shape[0], -1)
+    out = layers.linear(out, weights["o"], kernels=stream.kernels) + vectors["o_bias"][None]
+    return hidden, out[None], queries.pool, is_bad
 
 
 def _mlp(

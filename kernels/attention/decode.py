@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels.linear import one_token
 from kernels.mosaic import (
     SWIZZLED,
     Ref,
@@ -41,6 +43,8 @@ _MIN_BLOCKS = 128
 _MAX_SPLITS = 16
 _MOST_BLOCKS = 8 * _MIN_BLOCKS
 """More blocks than this are tried only where rows are not split."""
+_COPIED = 4
+"""Float32 numbers of the smallest copy."""
 _PAGE_SIZES = (8, 16, 32, 64)
 _MAX_QUERIES = 8
 
@@ -79,6 +83,11 @@ class _Plan:
     def stride(self) -> int:
         """Query rows from one block to the next. Of single queries no row is added between."""
         return self.group if self.queries == 1 else self.columns
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether weights of splits are copied as densely as the values they belong to."""
+        return self.stride % _COPIED == 0
 
     @property
     def stages(self) -> int:
@@ -139,10 +148,60 @@ def decode(
       NotImplementedError: the call is outside what the kernel covers.
     """
     del block_pages, block_bytes  # the kernel gathers nothing
+    look = {"scale": scale, "window": window, "soft_cap": soft_cap, "chosen_splits": splits}
+    plan = _planned(q, pool, page_table, kernels, look)
+    out = _called(q, pool, page_table, positions, kv_lens, plan)
+    whole = out[0] if plan.splits == 1 else _merged(out[0], out[1], plan)
+    return whole.reshape(q.shape) if plan.queries == 1 else _ungrouped(whole, plan)
+
+
+def times(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    weight: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    kernels: str,
+    block_pages: int,
+    block_bytes: int,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attends one query, whose splits are merged where they are multiplied; see `api.apart`.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernels cover.
+    """
+    del block_pages, block_bytes
+    look = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    plan = _planned(q, pool, page_table, kernels, look)
+    if plan.rows * plan.queries > 1:
+        raise NotImplementedError(f"{plan.rows} rows of {plan.queries} queries, not one query")
+    if plan.splits == 1:
+        raise NotImplementedError("the row is not split, so there is nothing to merge")
+    if not plan.is_dense:
+        raise NotImplementedError(
+            f"{plan.group} queries share a kv head, not a multiple of {_COPIED}"
+        )
+    values, logs = _called(q, pool, page_table, positions, kv_lens, plan)
+    return one_token.merged(
+        values.reshape(plan.splits, -1, plan.head_dim),
+        logs.reshape(plan.splits, -1),
+        weight,
+        kernels=kernels,
+    )
+
+
+def _planned(
+    q: jax.Array, pool: jax.Array, page_table: jax.Array, kernels: str, look: dict[str, Any]
+) -> _Plan:
     _decline(q, pool, kernels)
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pool.shape[1], pool.shape[3]
-    plan = _Plan(
+    return _Plan(
         rows=rows,
         queries=queries,
         num_kv_heads=num_kv_heads,
@@ -150,22 +209,30 @@ def decode(
         head_dim=head_dim,
         page_size=page_size,
         width=page_table.shape[1],
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        chosen_splits=splits,
+        **look,
     )
-    flat = q.reshape(-1, head_dim) if queries == 1 else _grouped(q, plan)
+
+
+def _called(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    kv_lens: jax.Array,
+    plan: _Plan,
+) -> list[jax.Array]:
+    """What `_attend` gives."""
+    head_dim = plan.head_dim
+    flat = q.reshape(-1, head_dim) if plan.queries == 1 else _grouped(q, plan)
     if flat.shape[0] < plan.columns:
         # A copy may start near the array's end and reads zeros past it, but is not taller than it.
         flat = jnp.pad(flat, ((0, plan.columns - flat.shape[0]), (0, 0)))
     # XLA hands a slice of a larger array to a kernel as it lies there, and one that does not start
     # at a multiple of 16 bytes is refused at run time. So small arrays are made anew, once a step:
     # the layers share them.
-    page_halves = page_table * (2 * num_kv_heads)
+    page_halves = page_table * (2 * plan.num_kv_heads)
     lengths = jnp.concatenate([kv_lens[:, None], positions], axis=1)
-    out = _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, plan)
-    return out.reshape(q.shape) if queries == 1 else _ungrouped(out, plan)
+    return _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, plan)
 
 
 def shape_of(
@@ -236,18 +303,24 @@ def _attend(
     page_halves: jax.Array,
     lengths: jax.Array,
     plan: _Plan,
-) -> jax.Array:
+) -> list[jax.Array]:
     """q [blocks * stride, H] against pool [P * K * 2 * page_size, H] -> [blocks * stride, H].
 
-    `lengths` i32[R, 1 + Q]: keys of a row, then the positions of its queries.
+    Of several splits f32[S * blocks * stride, H], normalised, and log2 of the weights that they are
+    merged with, where that `is_dense` one a row of it, else [S * blocks, C]. `lengths`
+    i32[R, 1 + Q]: keys of a row, then the positions of its queries.
     """
     columns, head_dim, splits = plan.columns, plan.head_dim, plan.splits
     is_whole = splits == 1
     out_rows = plan.blocks * plan.stride
     out_dtype = jnp.dtype(jnp.bfloat16 if is_whole else jnp.float32)
     out_types = [jax.ShapeDtypeStruct((splits * out_rows, head_dim), out_dtype)]
+    logs = {}
     if not is_whole:
-        out_types.append(jax.ShapeDtypeStruct((splits * plan.blocks, columns), jnp.float32))
+        shape = (splits * out_rows,) if plan.is_dense else (splits * plan.blocks, columns)
+        out_types.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        if plan.is_dense:
+            logs["logs"] = plgpu.SMEM((columns,), jnp.float32)
     arrivals = 1 if plan.pages_per_tile == 1 else 2 * plan.pages_per_tile
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -266,17 +339,18 @@ def _attend(
             result=plgpu.SMEM((columns, head_dim), out_dtype),
             q_here=plgpu.Barrier(),
             kv_here=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=arrivals),
+            **logs,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )
-    out = kernel(q, pool, page_halves, lengths)
-    return out[0] if is_whole else _merged(out[0], out[1], plan)
+    return kernel(q, pool, page_halves, lengths)
 
 
-def _merged(values: jax.Array, highs: jax.Array, plan: _Plan) -> jax.Array:
-    """Merges the splits: normalised values [S * blocks * stride, H], log2 of weights [.., C]."""
-    values = values.reshape(plan.splits, plan.blocks, plan.stride, plan.head_dim)
-    highs = highs.reshape(plan.splits, plan.blocks, plan.columns)[:, :, : plan.stride]
+def _merged(values: jax.Array, logs: jax.Array, plan: _Plan) -> jax.Array:
+    """Merges the splits that `_attend` gives."""
+    values = values.reshape(plan.splits, -1, plan.head_dim)
+    highs = logs.reshape(plan.splits, plan.blocks, -1)[:, :, : plan.stride]
+    highs = highs.reshape(plan.splits, -1)
     # Unrolled, so that XLA makes one fusion of it.
     high = functools.reduce(jnp.maximum, [highs[i] for i in range(plan.splits)])
     shares = [jnp.exp2(highs[i] - high) for i in range(plan.splits)]
@@ -291,7 +365,7 @@ def _kernel(
     page_halves: Ref,
     lengths: Ref,
     out: Ref,
-    *highs: Ref,
+    *split_logs: Ref,
     q_raw: Ref,
     q_tile: Ref,
     kv_ring: Ref,
@@ -299,6 +373,7 @@ def _kernel(
     result: Ref,
     q_here: Ref,
     kv_here: Ref,
+    logs: Ref | None = None,
     plan: _Plan,
 ) -> None:
     """One block: the tiles `split`, `split + splits`, ... of a row, for one kv head's columns."""
@@ -351,13 +426,19 @@ def _kernel(
     divisor = jnp.where(total == 0, 1.0, total)
     values = values / per_column(divisor, values)
     where = split * plan.blocks + block
-    if highs:
-        highs[0][where] = high + jnp.log2(divisor)
+    if split_logs:
+        log = high + jnp.log2(divisor)
+        if logs is None:
+            split_logs[0][where] = log
+        else:
+            logs[...] = log
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
     result.T[...] = values.astype(result.dtype)
     plgpu.commit_smem()
-    target = out.at[pl.ds(where * plan.stride, plan.stride)]
-    plgpu.copy_smem_to_gmem(result.at[pl.ds(0, plan.stride)], target)
+    filled, places = pl.ds(0, plan.stride), pl.ds(where * plan.stride, plan.stride)
+    plgpu.copy_smem_to_gmem(result.at[filled], out.at[places])
+    if logs is not None:
+        plgpu.copy_smem_to_gmem(logs.at[filled], split_logs[0].at[places])
     plgpu.wait_smem_to_gmem(0)
 
 

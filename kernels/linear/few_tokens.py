@@ -165,7 +165,7 @@ def _called(
 
 def planned(
     form: str,
-    x: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
     weight: jax.Array,
     kernels: str,
     depth: int | None = None,
@@ -252,7 +252,13 @@ def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
     return tuple(Choice.of("mosaic", depth=depth, splits=n) for depth, n in pairs)
 
 
-def _decline(x: jax.Array, weight: jax.Array, halves: int, outputs: int, kernels: str) -> None:
+def _decline(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: jax.Array,
+    halves: int,
+    outputs: int,
+    kernels: str,
+) -> None:
     if kernels != "mosaic":
         raise NotImplementedError(f"kernels are {kernels!r}, not 'mosaic'")
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:

@@ -1,36 +1,42 @@
-"""Norm and product of one token on Hopper in one kernel: weights stream while the token is normed.
+"""What makes one token and its product on Hopper in one kernel: weights stream meanwhile.
 
-Every block norms the token for itself, in the order of `kernels.norm`. Its first weights are on
-their way meanwhile, so that costs little. The rest is as in `few_tokens`, but that a block takes
-its inputs from the token that it has normed.
+A token is the norm of a sum, or the merged splits of its attention. Every block makes it for
+itself, of it what its own product reads. Its first weights are on their way meanwhile, so that
+costs little. The rest is as in `few_tokens`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.linear import few_tokens
 from kernels.linear.few_tokens import Memory, Plan, Share
-from kernels.mosaic import SWIZZLED, Ref
+from kernels.mosaic import SWIZZLED, Ref, div_rem
 from kernels.norm import rows
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 _TILES = 2
 """Steps whose inputs lie ready: one is multiplied while the next is written."""
+_WARPS, _LANES = 4, 32
 _PER_INPUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan(Plan):
     """Everything static of one kernel's product."""
+
+    kept: int
+    """Inputs that a block makes: all, or those of its split."""
 
     @property
     def blocks(self) -> int:
@@ -41,7 +47,7 @@ class _Plan(Plan):
     @property
     def token_bytes(self) -> tuple[int, int]:
         """Nothing comes with a step; the token, its tiles and a reduction's scratch are kept."""
-        return 0, self.inputs * 2 + _TILES * 64 * self.depth * 2 + 1024
+        return 0, self.kept * 2 + _TILES * 64 * self.depth * 2 + 1024
 
 
 def normed(
@@ -65,27 +71,63 @@ def normed(
         raise NotImplementedError(f"{num_tokens} tokens, not one")
     norm = rows.planned(residual, parts, vectors, scale_at=scale_at, eps=eps, kernels=kernels)
     plan, shape = few_tokens.planned(form, residual, weight, kernels)
-    plan = _Plan(**dataclasses.asdict(plan))
+    plan = _Plan(**dataclasses.asdict(plan), kept=hidden_size)
     total, token, out = _normed(plan, norm)(
         residual, parts, vectors, weight.reshape(hidden_size, -1)
     )
     return total, token, out.reshape(shape)
 
 
+def merged(values: jax.Array, logs: jax.Array, weight: jax.Array, *, kernels: str) -> jax.Array:
+    """Merges the splits of one query's attention and multiplies what comes of it.
+
+    Args:
+      values: f32[splits, N, H], normalised.
+      logs: f32[splits, N], log2 of what each weighs.
+      weight: [N * H, D].
+      kernels: what the device can run.
+
+    Returns:
+      Parts f32[S, 1, D] of the product, see `reference.parts`.
+
+    Raises:
+      NotImplementedError: the call is outside what the kernel covers.
+    """
+    _, num_heads, head_dim = values.shape
+    token = jax.ShapeDtypeStruct((1, num_heads * head_dim), jnp.bfloat16)
+    plan, _ = few_tokens.planned("parts", token, weight, kernels)
+    heads, rest = divmod(num_heads, plan.splits)
+    if rest or heads % _WARPS:
+        raise NotImplementedError(
+            f"{num_heads} heads in {plan.splits} splits, not {_WARPS} or a multiple in each"
+        )
+    plan = dataclasses.replace(plan, depth=min(plan.depth, head_dim))
+    plan = _Plan(**dataclasses.asdict(plan), kept=heads * head_dim)
+    kernel = _kernel_of(plan, _merged_kernel, plan.out_type, (heads, head_dim), "merged")
+    return kernel(values, logs, weight)
+
+
 def _normed(plan: _Plan, norm: rows.Plan) -> Any:
     """(residual, parts, vectors, weight) -> sum, norm, and what `Plan.out_type` says."""
     token = jax.ShapeDtypeStruct((1, plan.inputs), jnp.bfloat16)
+    body = functools.partial(_normed_kernel, norm=norm)
+    return _kernel_of(plan, body, (token, token, plan.out_type), (plan.inputs,), "normed")
+
+
+def _kernel_of(
+    plan: _Plan, body: Callable[..., None], out_type: Any, token: tuple[int, ...], name: str
+) -> Any:
     tiles = (_TILES, 64, plan.depth)
     return plgpu.kernel(
-        functools.partial(_kernel, plan=plan, norm=norm),
-        out_type=(token, token, plan.out_type),
-        kernel_name=f"normed_{few_tokens.NAMES[plan.form]}",
+        functools.partial(body, plan=plan),
+        out_type=out_type,
+        kernel_name=f"{name}_{few_tokens.NAMES[plan.form]}",
         grid=(plan.outputs // few_tokens.WIDTH, plan.splits),
         grid_names=("panel", "split"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=dict(
-            token=plgpu.SMEM((plan.inputs,), jnp.bfloat16),
+            token=plgpu.SMEM(token, jnp.bfloat16),
             tiles=plgpu.SMEM(tiles, jnp.bfloat16, transforms=SWIZZLED),
             **plan.scratch,
         ),
@@ -93,7 +135,7 @@ def _normed(plan: _Plan, norm: rows.Plan) -> Any:
     )
 
 
-def _kernel(
+def _normed_kernel(
     residual: Ref,
     parts: Ref,
     vectors: Ref,
@@ -109,34 +151,106 @@ def _kernel(
     **scratch: Ref,
 ) -> None:
     """One block."""
-    memory, share = Memory(**scratch), few_tokens.own_share(plan)
+    share = few_tokens.own_share(plan)
 
-    @pl.when(jax.lax.axis_index("warpgroup") == 0)
-    def _() -> None:
+    def make_token() -> None:
         total, result = rows.normed_token(residual, parts, vectors, 0, norm)
         token[...] = result
-        plgpu.commit_smem()
 
         @pl.when(share.panel + share.split == 0)
         def _() -> None:
             hidden[0] = total
             normed[0] = result
 
-        inputs_of = functools.partial(_tile, token, tiles, share, plan)
-        sums = few_tokens.multiplied(memory, share, inputs_of, plan)
+    def inputs_of(i: jax.Array) -> Ref:
+        start = pl.multiple_of((share.first + i) * plan.depth, plan.depth)
+        return token.at[pl.ds(start, plan.depth)]
+
+    _multiply(make_token, inputs_of, weight, out, tiles, Memory(**scratch), share, plan)
+
+
+def _merged_kernel(
+    values: Ref,
+    logs: Ref,
+    weight: Ref,
+    out: Ref,
+    *,
+    token: Ref,
+    tiles: Ref,
+    plan: _Plan,
+    **scratch: Ref,
+) -> None:
+    """One block: of the heads those that its split of the product reads."""
+    share = few_tokens.own_share(plan)
+    heads, head_dim = token.shape
+    layout = _heads_layout(head_dim)
+    own = pl.ds(share.split * heads, heads)
+
+    def make_token() -> None:
+        # Asked for before anything waits: the loads are under way together.
+        weights = [
+            plgpu.load(logs.at[i, own], layout=layout.reduce(1), optimized=False)
+            for i in range(logs.shape[0])
+        ]
+        parts = [
+            plgpu.load(values.at[i, own], layout=layout, optimized=False)
+            for i in range(values.shape[0])
+        ]
+        high = functools.reduce(jnp.maximum, weights)
+        weights = [jnp.exp2(weight - high) for weight in weights]
+        total = functools.reduce(jnp.add, weights)
+        pairs = zip(parts, weights, strict=True)
+        result = functools.reduce(jnp.add, [x * _per_head(w, x) for x, w in pairs])
+        token[...] = (result / _per_head(total, result)).astype(jnp.bfloat16)
+
+    steps_per_head = head_dim // plan.depth
+
+    def inputs_of(i: jax.Array) -> Ref:
+        head, step = div_rem(i, steps_per_head)
+        return token.at[head, pl.ds(pl.multiple_of(step * plan.depth, plan.depth), plan.depth)]
+
+    _multiply(make_token, inputs_of, weight, out, tiles, Memory(**scratch), share, plan)
+
+
+def _heads_layout(head_dim: int) -> Any:
+    """Of [heads, H]: a head lies in the lanes of one warp."""
+    tiling = fragmented_array.Tiling(((_WARPS, head_dim), (head_dim // _LANES,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def _per_head(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x [heads] -> [heads, H] of `like`."""
+    return jax.lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _multiply(
+    make_token: Callable[[], None],
+    inputs_of: Callable[[jax.Array], Ref],
+    weight: Ref,
+    out: Ref,
+    tiles: Ref,
+    memory: Memory,
+    share: Share,
+    plan: _Plan,
+) -> None:
+    """One warpgroup makes the token and multiplies it, the other fetches weights."""
+
+    def tile_of(i: jax.Array) -> Ref:
+        """Step i's inputs as rows of a product: the first 8 are alike, others hold anything."""
+        slot = jax.lax.rem(i, jnp.int32(_TILES))
+        inputs = plgpu.load(inputs_of(i), layout=_PER_INPUT, optimized=False)
+        alike = tiles.at[slot, pl.ds(0, 8)]
+        alike.T[...] = jax.lax.broadcast_in_dim(inputs, (plan.depth, 8), [0])
+        plgpu.commit_smem()
+        return tiles.at[slot]
+
+    @pl.when(jax.lax.axis_index("warpgroup") == 0)
+    def _() -> None:
+        make_token()
+        plgpu.commit_smem()
+        sums = few_tokens.multiplied(memory, share, tile_of, plan)
         few_tokens.write(sums, out, memory, share, plan)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 1)
     def _() -> None:
         few_tokens.fetch(weight, memory, share, plan)
-
-
-def _tile(token: Ref, tiles: Ref, share: Share, plan: _Plan, i: jax.Array) -> Ref:
-    """The inputs of step i as rows of a product: the first 8 are alike, others hold anything."""
-    slot = jax.lax.rem(i, jnp.int32(_TILES))
-    start = pl.multiple_of((share.first + i) * plan.depth, plan.depth)
-    inputs = plgpu.load(token.at[pl.ds(start, plan.depth)], layout=_PER_INPUT, optimized=False)
-    rows_of = tiles.at[slot, pl.ds(0, 8)]
-    rows_of.T[...] = jax.lax.broadcast_in_dim(inputs, (plan.depth, 8), [0])
-    plgpu.commit_smem()
-    return tiles.at[slot]

@@ -28,7 +28,7 @@ from tests.kernels import (
     prefill_cases,
     qkv_cases,
 )
-from tests.kernels.decode_cases import Case
+from tests.kernels.decode_cases import Case, Times
 
 FEW, MANY = (512,) * 3, (512,) * 130
 DECODE = (
@@ -42,6 +42,11 @@ DECODE = (
     Case(FEW, queries=8, group=6, head_dim=256, page_size=16),
     Case(MANY, soft_cap=50.0),
     Case(FEW, queries=8, group=16, head_dim=256, soft_cap=50.0),
+)
+DECODE_TIMES = (
+    Times(Case((1000,), num_kv_heads=8), 4096),
+    Times(Case((1000,), num_kv_heads=4, group=8), 2048),
+    Times(Case((8192,), num_kv_heads=8), 4096),
 )
 CHUNKS = ((300, 700), (100, 0))
 PREFILL = (
@@ -80,6 +85,7 @@ MLA_PREFILL = tuple(
 )
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]] = {
     "decode": (DECODE, lambda case: case.decode("mosaic")),
+    "decode_times": (DECODE_TIMES, lambda case: case.call("mosaic")),
     "prefill": (PREFILL, lambda case: case.prefill("mosaic")),
     "qkv": (QKV, lambda case: case.prepare("mosaic")),
     "mla_decode": (MLA_DECODE, lambda case: case.decode("mosaic")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,34 @@ class Case:
     def decode(self, kernels: str):
         """The op with everything static bound."""
         return functools.partial(api.decode, **self.static, kernels=kernels, **PLAIN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A call whose result is multiplied."""
+
+    attention: Case
+    outputs: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.attention}-times{self.outputs}"
+
+    @property
+    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        *_, num_heads, head_dim = self.attention.structs[0].shape
+        weight = jax.ShapeDtypeStruct((num_heads * head_dim, self.outputs), jnp.bfloat16)
+        return (*self.attention.structs, weight)
+
+    def call(self, kernels: str, op: Callable[..., jax.Array] = api.decode_times):
+        """The op with everything static bound."""
+        return functools.partial(op, **self.attention.static, kernels=kernels, **PLAIN)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Random values."""
+        struct = self.structs[-1]
+        weight = np.random.default_rng(0).standard_normal(struct.shape) * struct.shape[0] ** -0.5
+        return (*inputs(self.attention), jnp.asarray(weight, jnp.bfloat16))
 
 
 def inputs(case: Case) -> tuple[jax.Array, ...]:
@@ -147,3 +176,8 @@ VALUES = (
 )
 GUARDED = Case((65, 70, 3), group=3, num_kv_heads=1)
 """Run clean, with other bystanders, and with a NaN."""
+TIMES = (
+    Times(Case((130,))),
+    Times(Case((70,), head_dim=64, group=8, page_size=16), outputs=128),
+)
+"""One query, split."""

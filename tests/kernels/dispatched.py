@@ -74,6 +74,7 @@ _ALLOWED = {
     "linear.parts": (_MANY_TOKENS, "x is float32 and weight float32"),  # routers keep float32
     "linear.gated": (_MANY_TOKENS,),
     "linear.normed": (r"\d+ tokens, not one",),
+    "attention.decode_times": (r"\d+ rows of \d+ queries, not one query", "the row is not split"),
     "moe.experts": (_MANY_TOKENS,),  # of the form before the one that took it
 }
 """Reasons that are no gap in the coverage: XLA's product is as fast for those."""

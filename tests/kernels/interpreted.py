@@ -8,6 +8,7 @@ A process of its own: an interpreter that has raised is of no use afterwards.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -19,12 +20,17 @@ from tests.kernels.decode_cases import Case
 
 
 def run(case: Case, arrays: tuple[jax.Array, ...]) -> np.ndarray:
-    """One call in the interpreter, which raises where the kernel would hang or race."""
+    """One call."""
     if case.min_blocks is not None:
         decode._MIN_BLOCKS = case.min_blocks
+    return interpret(case.decode("mosaic"), arrays)
+
+
+def interpret(call: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> np.ndarray:
+    """A call in the interpreter, which raises where the kernel would hang or race."""
     params = plgpu.InterpretGPUParams(detect_races=True)
     with plgpu.force_gpu_interpret_mode(params):
-        out = jax.jit(case.decode("mosaic"))(*arrays)
+        out = jax.jit(call)(*arrays)
     return np.asarray(out.astype(np.float32))
 
 
@@ -42,6 +48,10 @@ def main(path: str) -> None:
     found["nan"] = run(guarded, decode_cases.with_nan_in_one_query(arrays))
     found["calls"] = np.array(sum(api.decode.counts.values()))
     found["mosaic calls"] = np.array(api.decode.counts["mosaic"])
+    for times in decode_cases.TIMES:
+        found[f"{times} together"] = interpret(times.call("mosaic"), times.arrays)
+        found[f"{times} apart"] = interpret(times.call("mosaic", api.apart), times.arrays)
+    found["times"] = np.array(api.decode_times.counts["mosaic"])
     np.savez(path, **found)
 
 

@@ -14,7 +14,7 @@ from kernels.attention import api, decode
 from models import attention
 from models.batch import Batch, Tiling
 from tests.kernels import decode_cases, interpretation
-from tests.kernels.decode_cases import GUARDED, POISONED_ROW, VALUES, Case
+from tests.kernels.decode_cases import GUARDED, POISONED_ROW, TIMES, VALUES, Case, Times
 
 # Weights and output are rounded to bfloat16, each by 2^-9 at most and about a third of it on
 # average.
@@ -54,6 +54,16 @@ def test_nan_in_a_query_reaches_its_own_row_and_no_other(interpreted):
     is_poisoned = np.arange(len(GUARDED.kv_lens)) == POISONED_ROW
     assert np.isnan(found[is_poisoned]).all()
     assert np.array_equal(found[~is_poisoned], clean[~is_poisoned])
+
+
+@pytest.mark.parametrize("case", TIMES, ids=str)
+def test_splits_that_are_merged_in_the_product_give_the_bits_of_those_merged_before(
+    interpreted, case
+):
+    together, apart = (interpreted[f"{case} {way}"] for way in ("together", "apart"))
+    np.testing.assert_array_equal(together, apart)
+    assert together.shape[1:] == (1, case.outputs) and together.all()
+    assert interpreted["times"] == len(TIMES)
 
 
 def test_every_interpreted_call_ran_the_kernel(interpreted):
@@ -150,6 +160,36 @@ def test_declined_call_gives_its_reason_and_runs_the_reference(case, kernels, re
     assert api.decode.counts["reference"] == before.get("reference", 0) + 1
     assert api.decode.counts["mosaic"] == before.get("mosaic", 0)
     assert bool(jnp.isfinite(out).all())
+
+
+@pytest.mark.parametrize(
+    ("attention", "outputs", "reason"),
+    [
+        (Case((130,)), 64, "kernels are 'plain'"),
+        (Case((130, 9)), 64, "2 rows of 1 queries, not one query"),
+        (Case((130,), queries=2), 64, "1 rows of 2 queries, not one query"),
+        (Case((60,)), 64, "the row is not split"),
+        (Case((130,), group=3), 64, "3 queries share a kv head, not a multiple of 4"),
+        (Case((130,), num_kv_heads=1), 64, None),
+        (Case((130,)), 96, "weight is 1024 x 96, not multiples"),
+        (Case((130,), group=8, num_kv_heads=2), 64, None),
+        (Case((130,), group=4, num_kv_heads=3), 64, None),
+        (Case((130,), group=12, num_kv_heads=3), 64, "36 heads in 4 splits, not 4 or a multiple"),
+    ],
+    ids=str,
+)
+def test_a_product_that_is_not_covered_is_made_apart(attention, outputs, reason):
+    case = Times(attention, outputs)
+    kernels = "plain" if reason and "plain" in reason else "mosaic"
+    call = case.call(kernels, decode.times)
+    if reason is None:
+        assert jax.eval_shape(call, *case.structs).shape[1:] == (1, outputs)
+        return
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(call, *case.structs)
+    before = api.decode_times.counts["apart"]
+    jax.eval_shape(case.call(kernels), *case.structs)
+    assert api.decode_times.counts["apart"] == before + 1
 
 
 def test_other_dtypes_and_pools_past_32_bits_are_declined():

@@ -192,7 +192,7 @@ def test_other_dtypes_are_declined(place, reason):
 
 
 def step(kernels: str, dtype: str = "bfloat16"):
-    """Two decode rows and one of padding: what `attend_projected` takes."""
+    """Two decode rows and one of padding: what `attention.prepared` takes."""
     rng = np.random.default_rng(0)
     rows, head_dim, kv_heads, group, page_size = 3, 64, 2, 3, 16
     qkv = jnp.asarray(rng.standard_normal((rows, kv_heads, group + 2, head_dim)), dtype)
@@ -216,10 +216,10 @@ def step(kernels: str, dtype: str = "bfloat16"):
 
 
 def projected(arguments):
-    call = functools.partial(
-        attention.attend_projected, scales_at=8, eps=1e-6, scale=0.125, window=None
+    queries, is_bad = attention.prepared(
+        *arguments, scales_at=8, eps=1e-6, scale=0.125, window=None
     )
-    return call(*arguments)
+    return queries.attended(), queries.pool, is_bad
 
 
 def test_projection_gives_the_bits_of_the_steps_it_is_made_of():

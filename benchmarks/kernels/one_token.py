@@ -1,10 +1,11 @@
-"""One token's norm and product in one kernel, on the GPU: first that it is right, then its time.
+"""What makes one token and its product in one kernel, on the GPU: that it is right, then its time.
 
-    PYTHONPATH=. python benchmarks/kernels/normed.py --json OUT.json
+    PYTHONPATH=. python benchmarks/kernels/one_token.py --json OUT.json
 
-Sums and norms must be those of the norm's own kernel but for a root's last bits, products those
-of full precision. Then the time of one norm and product in a chain over distinct weights, in one
-kernel and in two, beside that of reading the weights. A failure ends the run with status 1.
+Sums and norms must be those of the norm's own kernel but for a root's last bits, products those of
+full precision; attention and its product those of two kernels. Then times in a chain over distinct
+weights, in one kernel and apart, beside that of reading the weights. A failure ends the run with
+status 1.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from benchmarks.kernels import harness, linear
 from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
+from kernels.attention import api as attention
 from kernels.linear import api
 
 EPS = 1e-6
@@ -35,6 +37,11 @@ SIZES = {
     "30B router": ("parts", 2048, 128, 4),
 }
 """Form, inputs, outputs, and parts of the update."""
+ATTENTION = {"8B": (8, 4, 4096), "30B": (4, 8, 2048)}
+"""Kv heads, queries of each, and outputs."""
+KEYS = (300, 1000, 8000)
+PAGE_SIZE = 64
+LOOK = {"scale": 128**-0.5, "window": None, "block_pages": 128, "block_bytes": 2**29}
 CHAIN = 6
 _SAMPLE_SECONDS = 0.03
 _ROUNDED_TWICE = 2.0**-7
@@ -87,6 +94,43 @@ def check_values() -> Checks:
             yield f"{name}, times {magnitude:g}", bool(holds), figure
 
 
+def attention_inputs(kv_heads: int, group: int, outputs: int, keys: int) -> Any:
+    """What `attention.decode_times` takes of one query."""
+    rng = np.random.default_rng(keys)
+    width = -(-keys // PAGE_SIZE)
+    pool = rng.standard_normal((width + 1, kv_heads, 2, PAGE_SIZE, 128), np.float32)
+    _, weight = linear.inputs("parts", 1, kv_heads * group * 128, outputs)
+    return (
+        jnp.asarray(rng.standard_normal((1, 1, kv_heads * group, 128)), jnp.bfloat16),
+        jnp.asarray(pool, jnp.bfloat16),
+        jnp.arange(1, width + 1, dtype=jnp.int32)[None],
+        jnp.full((1, 1), keys - 1, jnp.int32),
+        jnp.full((1,), keys, jnp.int32),
+        weight,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="is_together")
+def attend(*arrays: jax.Array, is_together: bool = True) -> jax.Array:
+    """The product, its parts added up."""
+    op = attention.decode_times if is_together else attention.apart
+    return functools.reduce(jnp.add, list(op(*arrays, kernels="mosaic", **LOOK)))
+
+
+def check_attention() -> Checks:
+    """Merged in the product, beside merged before it."""
+    for name, sizes in ATTENTION.items():
+        for keys in KEYS:
+            arrays = attention_inputs(*sizes, keys)
+            before = attention.decode_times.counts["apart"]
+            found = np.asarray(attend(*arrays))
+            error = harness.worst_error(found, np.asarray(attend(*arrays, is_together=False)))
+            same = all(np.array_equal(np.asarray(attend(*arrays)), found) for _ in range(10))
+            is_covered = attention.decode_times.counts["apart"] == before
+            holds = same and is_covered and error <= 1e-5
+            yield f"{name} attention of {keys} keys, 10 more runs", holds, f"{error:.1e}"
+
+
 def check_bits() -> Checks:
     """Runs after runs give the same bits."""
     for name, (form, *sizes) in SIZES.items():
@@ -123,6 +167,37 @@ def _chain(
     return out
 
 
+@functools.partial(jax.jit, static_argnames="is_together")
+def _attention_chain(*arrays: Any, is_together: bool) -> jax.Array:
+    q, *rest, weights = arrays
+    out = q
+    for weight in weights:
+        op = attention.decode_times if is_together else attention.apart
+        out = op(q, *rest, weight, kernels="mosaic", **LOOK)
+        q, out = jax.lax.optimization_barrier((q, out))
+    return out
+
+
+def measured_attention(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
+    """Time of one query's attention and the product of it."""
+    for name, sizes in ATTENTION.items():
+        for keys in KEYS:
+            *arrays, weight = attention_inputs(*sizes, keys)
+            weights = [weight + i for i in range(CHAIN)]
+            figures: dict[str, Any] = {"attention": name, "keys": keys}
+            for way in ("together", "apart"):
+                run = functools.partial(
+                    _attention_chain, *arrays, weights, is_together=way == "together"
+                )
+                seconds = harness.seconds(run, _SAMPLE_SECONDS) / CHAIN
+                figures[f"{way}_us"] = round(1e6 * seconds, 2)
+            if ceilings:
+                read = weight.nbytes + 2 * keys * sizes[0] * 128 * 2
+                figures["floor_us"] = round(1e6 * read / ceilings.read_bytes_per_second, 2)
+            print("  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
+            yield figures
+
+
 def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
     """Time of one norm and product, in one kernel and in two."""
     for name, (form, *sizes) in SIZES.items():
@@ -139,14 +214,15 @@ def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
             figures["floor_us"] = round(1e6 * floor, 2)
         print("  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
         yield figures
+    yield from measured_attention(ceilings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks, measures and writes the report; the exit status is 1 when a check failed."""
     return harness.run(
-        "normed",
-        "Checks and times one token's norm with the product of what it gives.",
-        (check_values, check_bits),
+        "one_token",
+        "Checks and times what makes one token, with the product of it.",
+        (check_values, check_attention, check_bits),
         measured,
         lambda: ("declined", dict(api.normed.declined), not api.normed.declined),
         arguments,

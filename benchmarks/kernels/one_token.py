@@ -169,11 +169,11 @@ def _chain(
 
 @functools.partial(jax.jit, static_argnames="is_together")
 def _attention_chain(*arrays: Any, is_together: bool) -> jax.Array:
-    q, *rest, weights = arrays
+    q, pool, table, positions, kv_lens, weights = arrays
     out = q
     for weight in weights:
         op = attention.decode_times if is_together else attention.apart
-        out = op(q, *rest, weight, kernels="mosaic", **LOOK)
+        out = op(q, pool, table, positions, kv_lens, weight, kernels="mosaic", **LOOK)
         q, out = jax.lax.optimization_barrier((q, out))
     return out
 

@@ -54,7 +54,7 @@ class _Plan:
     """Pages of a row of the page table."""
     scale: float
     window: int | None
-    soft_cap: float | None
+    soft_cap: float | None = None
 
     @property
     def heads_at_once(self) -> int:

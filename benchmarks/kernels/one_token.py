@@ -149,8 +149,9 @@ def _chain(
     weights: list[jax.Array],
     form: str,
     is_together: bool,
-) -> jax.Array:
-    out = residual
+) -> list[jax.Array]:
+    """Every product: one that nobody reads would not be made."""
+    products: list[jax.Array] = []
     for weight in weights:
         op = api.normed if is_together else api.apart
         residual, _, out = op(
@@ -163,19 +164,21 @@ def _chain(
             eps=EPS,
             kernels="mosaic",
         )
-        residual, update, _ = jax.lax.optimization_barrier((residual, update, out))
-    return out
+        residual, update, out = jax.lax.optimization_barrier((residual, update, out))
+        products.append(out)
+    return products
 
 
 @functools.partial(jax.jit, static_argnames="is_together")
-def _attention_chain(*arrays: Any, is_together: bool) -> jax.Array:
+def _attention_chain(*arrays: Any, is_together: bool) -> list[jax.Array]:
     q, pool, table, positions, kv_lens, weights = arrays
-    out = q
+    products: list[jax.Array] = []
     for weight in weights:
         op = attention.decode_times if is_together else attention.apart
         out = op(q, pool, table, positions, kv_lens, weight, kernels="mosaic", **LOOK)
         q, out = jax.lax.optimization_barrier((q, out))
-    return out
+        products.append(out)
+    return products
 
 
 def measured_attention(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:

@@ -97,12 +97,12 @@ def greedy(logits: jax.Array, masks: MaskRows | None = None) -> Sampled:
       Sampled with no alternatives (N = 0) and ranks of 1; log-probabilities are of the raw logits.
     """
     logits, nonfinite = _finite_rows(logits)
-    edited, lacks_mask = logits, jnp.zeros_like(nonfinite)
-    is_stuck = jnp.zeros_like(nonfinite)
+    token_ids, lacks_mask, is_stuck = _argmax(logits), *[jnp.zeros_like(nonfinite)] * 2
     if masks is not None:
-        edited, lacks_mask = _only_unmasked(logits, masks)
-        is_stuck = _stuck(edited, nonfinite, masks)
-    token_ids = _argmax(edited)
+        masked = _Masked.of(logits, masks)
+        lacks_mask = masked.lacks_mask
+        token_ids = masked.put(_argmax(masked.logits), jnp.where(lacks_mask, 0, token_ids))
+        is_stuck = masked.put(_is_stuck(masked.logits), lacks_mask) & ~nonfinite
     rows = logits.shape[0]
     return Sampled(
         token_ids=token_ids,
@@ -148,11 +148,13 @@ def sample(
     edited, lacks_mask = logits, jnp.zeros_like(nonfinite)
     if masks is not None:
         # First of the edits: none of the others makes a finite logit of an infinite one.
-        edited, lacks_mask = _only_unmasked(logits, masks)
+        masked = _Masked.of(logits, masks)
+        lacks_mask = masked.lacks_mask
+        edited = masked.put(masked.logits, jnp.where(lacks_mask[:, None], -jnp.inf, logits))
     edited = _edited(edited, rows, tables, history, num_history)
     is_stuck = jnp.zeros_like(nonfinite)
     if masks is not None:
-        is_stuck = _stuck(edited, nonfinite, masks)
+        is_stuck = masks.is_masked & ~nonfinite & _is_stuck(edited)
     distances = _filtered(_distances(edited, rows), rows)
     token_ids = _drawn(distances, rows)
     reported = jnp.where((rows.processed_logprobs != 0)[:, None], -distances, logits)
@@ -259,32 +261,38 @@ def _edited(
     return jax.lax.cond(is_any_wanted, apply_each, lambda x: x, logits)
 
 
-def _only_unmasked(logits: jax.Array, masks: MaskRows) -> tuple[jax.Array, jax.Array]:
-    """Masked rows keep the ids of the mask that names their slot and generation; without one none.
+@flax.struct.dataclass
+class _Masked:
+    """Masked rows apart from the others: a mask costs what its own row does."""
 
-    Returns:
-      The logits, and bool[R]: the row is masked and has no mask.
-    """
-    is_own = (masks.slots[None, :] == masks.row_slots[:, None]) & (
-        masks.generations[None, :] == masks.row_generations[:, None]
-    )
-    has_mask = jnp.any(is_own, axis=-1)
+    rows: jax.Array  # i32[M], the row of each mask, past the last one where the entry is unused
+    logits: jax.Array  # f32[M, V], those of the row that its mask leaves
+    lacks_mask: jax.Array  # bool[R]
 
-    def apply(logits: jax.Array) -> jax.Array:
-        words = masks.words[_argmax(is_own)]
+    @classmethod
+    def of(cls, logits: jax.Array, masks: MaskRows) -> _Masked:
+        """A mask is of the row whose slot and generation it names."""
+        num_rows, vocab_size = logits.shape
+        is_own = (masks.slots[:, None] == masks.row_slots[None, :]) & (
+            masks.generations[:, None] == masks.row_generations[None, :]
+        )
+        is_own &= masks.is_masked[None, :]
+        rows = jnp.where(jnp.any(is_own, axis=-1), _argmax(is_own), num_rows)
         bit = jnp.arange(32, dtype=jnp.int32)[None, None, :]
-        is_set = (words[:, :, None] >> bit) & 1
-        is_set = is_set.reshape(len(words), -1)[:, : logits.shape[-1]] != 0
-        is_allowed = (is_set & has_mask[:, None]) | ~masks.is_masked[:, None]
-        return jnp.where(is_allowed, logits, -jnp.inf)
+        is_allowed = (masks.words[:, :, None] >> bit) & 1
+        is_allowed = is_allowed.reshape(len(rows), -1)[:, :vocab_size] != 0
+        own = logits[jnp.minimum(rows, num_rows - 1)]
+        left = jnp.where(is_allowed, own, -jnp.inf)
+        return cls(rows, left, masks.is_masked & ~jnp.any(is_own, axis=0))
 
-    masked = jax.lax.cond(jnp.any(masks.is_masked), apply, lambda x: x, logits)
-    return masked, masks.is_masked & ~has_mask
+    def put(self, values: jax.Array, into: jax.Array) -> jax.Array:
+        """Values [M, ...] of masks in the places of their rows."""
+        return into.at[self.rows].set(values, mode="drop")
 
 
-def _stuck(edited: jax.Array, nonfinite: jax.Array, masks: MaskRows) -> jax.Array:
-    """bool[R]: masked rows whose finite logits were all taken away."""
-    return masks.is_masked & ~nonfinite & jnp.all(edited == -jnp.inf, axis=-1)
+def _is_stuck(edited: jax.Array) -> jax.Array:
+    """bool[R]: nothing is left to choose."""
+    return jnp.max(edited, axis=-1) == -jnp.inf
 
 
 def _penalized(

@@ -42,7 +42,7 @@ ATTENTION = {"8B": (8, 4, 4096), "30B": (4, 8, 2048)}
 KEYS = (300, 1000, 8000)
 PAGE_SIZE = 64
 LOOK = {"scale": 128**-0.5, "window": None, "block_pages": 128, "block_bytes": 2**29}
-CHAIN = 6
+CHAIN = 24
 _SAMPLE_SECONDS = 0.03
 _ROUNDED_TWICE = 2.0**-7
 

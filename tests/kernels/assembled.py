@@ -112,6 +112,13 @@ def modules(op: Any) -> Iterator[bytes]:
                 yield from modules(inner)
 
 
+def _leaves_registers(code: str) -> bool:
+    """Whether a product may still read registers behind its wait, where they are written anew."""
+    reads_registers = re.search(r"wgmma\.mma_async\S* \{[^}]*\}, \{", code)
+    waits_for_part = re.search(r"wgmma\.wait_group\S* +[1-9]", code)
+    return bool(reads_registers and waits_for_part)
+
+
 def assemble(
     call: Callable[..., Any],
     structs: tuple[Any, ...],
@@ -147,6 +154,7 @@ def assemble(
         "stack": max(numbers(r"(\d+) bytes stack frame", reports)),
         "shared": max(numbers(r"smem_scratch_bytes=(\d+)", resources)),
         "is_serialized": any("serializ" in text.lower() for text in reports),
+        "leaves_registers": any(_leaves_registers(code) for code in codes),
     }
 
 

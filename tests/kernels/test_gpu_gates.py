@@ -52,6 +52,7 @@ def test_kernel_assembles_without_spills(reports, op, case):
     assert report["is_compiled"]
     assert report["spilled"] == report["stack"] == 0
     assert not report["is_serialized"]
+    assert not report["leaves_registers"], "wait for products of registers with wgmma_wait(0)"
     assert blocks_at_once(report) >= 1
 
 

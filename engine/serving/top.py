@@ -89,18 +89,28 @@ def _fault(url: str, error: Exception) -> tuple[str, str]:
             f"its certificate was not accepted: {cause.verify_message}",
             "name the server's own --metrics-port, which is plain http://",
         )
-    if isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or ""):
+    is_closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError)
+    if _ends_tls(cause) or (is_closed and url.startswith("https:")):
+        said = getattr(cause, "reason", None) or "it closed the connection"
         return (
-            f"it ended TLS: {cause.reason}; it may want a client certificate, which is not shown",
+            f"it ended TLS: {said}; it may want a client certificate, which is not shown",
             "name the server's own --metrics-port, which is plain http://",
         )
     if isinstance(cause, ssl.SSLError):
         return f"its answer is no TLS: {cause.reason}", "write http://"
-    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError):
+    if is_closed:
         return "it closed the connection; it may speak TLS or gRPC", way
     if not isinstance(cause, OSError | str):  # a gRPC port answers in bytes of its own
         return "what answers is not HTTP", way
     return str(cause), way
+
+
+def _ends_tls(cause: object) -> bool:
+    """Whether the other side spoke TLS and then no more: with an alert, or by closing."""
+    if not isinstance(cause, ssl.SSLError):
+        return False
+    reason = getattr(cause, "reason", None)
+    return reason is None or any(word in reason for word in ("ALERT", "UNEXPECTED_EOF"))
 
 
 class View:

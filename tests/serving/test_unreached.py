@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import http.server
 import shutil
+import socket
 import ssl
 import threading
+import urllib.error
 import urllib.request
 
 import grpc
@@ -252,3 +254,22 @@ def test_top_says_what_is_wrong_with_tls(
         url = f"{scheme}://127.0.0.1:{port}/metrics"
         with pytest.raises(OSError, match=f"no metrics at {url} .*({happened}).*; .*{way}"):
             top.read(url)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_top_says_where_nothing_listens(scheme):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # it listens to nobody
+        url = f"{scheme}://127.0.0.1:{taken.getsockname()[1]}/metrics"
+        with pytest.raises(OSError, match=r"Connection refused.*; start the server with --metric"):
+            top.read(url)
+
+
+def test_top_says_when_a_connection_ends_within_tls(monkeypatch):
+    def urlopen(url, timeout):
+        raise urllib.error.URLError(ssl.SSLError("broken"))
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    match = "it ended TLS: it closed the connection; it may want a client certificate"
+    with pytest.raises(OSError, match=match):
+        top.read("https://127.0.0.1:1/metrics")

@@ -39,11 +39,11 @@ def measured(*seconds, job=PRODUCT):
 
 
 def test_dense_model_asks_for_its_weights_and_its_pages():
+    """But one row's attention is merged in the product of it, by formula."""
     found = jobs_of("qwen3_8b", 1, 16)
     sizes = {"queries": 1, "num_kv_heads": 8, "group": 4, "head_dim": 128, "page_size": 64}
     pages = sizes | {"pages": 128, "window": 0}
     assert {(job.op, tuple(job.shape.values())) for job in found} == {
-        ("attention.decode", (1, *pages.values())),
         ("attention.decode", (16, *pages.values())),
         ("linear.product", (8, 4096, 6144)),
         ("linear.product", (16, 4096, 6144)),

@@ -243,7 +243,7 @@ score, calls = AsyncLLM.score, []
 
 async def forgetful(self, *arguments, **options):
     calls.append(1)
-    if len(calls) % 10 == 0:
+    if len(calls) % 3 == 0:
         await asyncio.Event().wait()
     return await score(self, *arguments, **options)
 
@@ -256,7 +256,7 @@ made, calls = messages.generate_response, []
 def doubled(output, fields, **options):
     message = made(output, fields, **options)
     calls.append(1)
-    if len(calls) % 200 == 0:
+    if len(calls) % 100 == 0:
         for choice in message.choices:
             choice.token_ids.extend(list(choice.token_ids))
     return message

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.mla import api, expand, prefill
-from tests.kernels import mla_prefill_cases
+from tests.kernels import chunks, mla_prefill_cases
 from tests.kernels.mla_prefill_cases import Case
 
 
@@ -45,13 +45,13 @@ def main(path: str) -> None:
         cases.GUARDED,
         arrays,
         cases.with_other_bystanders(cases.GUARDED, arrays),
-        cases.with_nan_in_one_query(arrays),
+        chunks.with_nan_in_one_query(arrays),
     )
     (found["in turns"],) = run(cases.IN_TURNS, arrays)
     arrays, count = cases.inputs(cases.CUT), cases.CUT.num_tokens
     spans = ((0, count), (0, cases.CUT_AT), (cases.CUT_AT, count), (0, 0))
     found[str(cases.CUT)], found["first part"], found["last part"], found["empty"] = run(
-        cases.CUT, *(cases.part_of_chunk(arrays, start, end - start) for start, end in spans)
+        cases.CUT, *(chunks.part_of_chunk(arrays, start, end - start) for start, end in spans)
     )
     found["calls"] = np.array(sum(api.prefill.counts.values()))
     found["mosaic calls"] = np.array(api.prefill.counts["mosaic"])

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.attention import api, prefill
-from tests.kernels import prefill_cases
+from tests.kernels import chunks, prefill_cases
 from tests.kernels.prefill_cases import Case
 
 
@@ -43,12 +43,12 @@ def main(path: str) -> None:
         guarded,
         arrays,
         prefill_cases.with_other_bystanders(guarded, arrays),
-        prefill_cases.with_nan_in_one_query(arrays),
+        chunks.with_nan_in_one_query(arrays),
     )
     cut, count = prefill_cases.CUT, prefill_cases.CUT.num_tokens
     arrays = prefill_cases.inputs(cut)
     spans = ((0, count), (0, prefill_cases.CUT_AT), (prefill_cases.CUT_AT, count))
-    calls = [prefill_cases.part_of_chunk(arrays, start, end - start) for start, end in spans]
+    calls = [chunks.part_of_chunk(arrays, start, end - start) for start, end in spans]
     found["whole"], found["first part"], found["last part"] = run(cut, *calls)
     found["calls"] = np.array(sum(api.prefill.counts.values()))
     found["mosaic calls"] = np.array(api.prefill.counts["mosaic"])

@@ -10,19 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.attention import api, reference
+from tests.kernels import chunks
 
 PLAIN = {"block_pages": 16, "block_bytes": 2**29, "tile_tokens": 32, "tiles_at_once": 4}
-POISONED_TOKEN = 9
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: decode rows of one token each, chunks, a row without tokens, padding."""
+class Case(chunks.Rows):
+    """One call."""
 
-    chunks: tuple[tuple[int, int], ...]
-    """New and cached tokens of each."""
-    decode_lens: tuple[int, ...] = ()
-    """Keys of each decode row."""
     group: int = 4
     head_dim: int = 128
     page_size: int = 64
@@ -34,50 +30,14 @@ class Case:
     multiprocessors: int | None = None
     """Blocks that run at once; None: as the kernel has it."""
 
-    def __str__(self) -> str:
-        fields = dataclasses.fields(self)
-        changed = [f for f in fields[1:] if getattr(self, f.name) != f.default]
-        parts = [f"{field.name}{getattr(self, field.name)}" for field in changed]
-        return "-".join(["_".join(f"{new}after{cached}" for new, cached in self.chunks), *parts])
-
-    @property
-    def query_lens(self) -> list[int]:
-        return [1] * len(self.decode_lens) + [new for new, _ in self.chunks] + [0]
-
-    @property
-    def kv_lens(self) -> list[int]:
-        return [*self.decode_lens, *(new + cached for new, cached in self.chunks), 0]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens) + self.padding
-
-    @property
-    def width(self) -> int:
-        return -(-max(self.kv_lens) // self.page_size)
-
-    @property
-    def is_chunk_token(self) -> np.ndarray:
-        token = np.arange(self.num_tokens)
-        return (token >= len(self.decode_lens)) & (token < sum(self.query_lens))
-
     @property
     def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """q, pool, page_table, positions, kv_lens, cu_q_lens, num_decode."""
-        rows, kv, size, head_dim = (
-            len(self.kv_lens),
-            self.num_kv_heads,
-            self.page_size,
-            self.head_dim,
-        )
+        kv, size, head_dim = self.num_kv_heads, self.page_size, self.head_dim
         shapes = (
             ((self.num_tokens, kv * self.group, head_dim), "bfloat16"),
-            ((rows * self.width + 1, kv, 2, size, head_dim), "bfloat16"),
-            ((rows, self.width), "int32"),
-            ((self.num_tokens,), "int32"),
-            ((rows,), "int32"),
-            ((rows + 1,), "int32"),
-            ((), "int32"),
+            ((self.num_pages, kv, 2, size, head_dim), "bfloat16"),
+            *self.row_shapes,
         )
         return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
@@ -96,30 +56,19 @@ class Case:
 def inputs(case: Case) -> tuple[jax.Array, ...]:
     """Random queries and pages; entries of the table past a row's end name the trash page."""
     rng = np.random.default_rng(len(str(case)))
-    q, pool, table, *_ = case.structs
-    lens, new = np.array(case.kv_lens, np.int32), np.array(case.query_lens, np.int32)
-    pages = 1 + rng.permutation(table.size).reshape(table.shape).astype(np.int32)
-    is_owned = np.arange(case.width)[None] * case.page_size < lens[:, None]
-    positions = [np.arange(end - count, end) for end, count in zip(lens, new, strict=True)]
-    positions = np.concatenate([*positions, np.zeros(case.padding)])
+    q, pool, *_ = case.structs
+    rows = case.row_arrays(rng)
     return (
         jnp.asarray(2 * rng.standard_normal(q.shape), jnp.bfloat16),
         jnp.asarray(rng.standard_normal(pool.shape), jnp.bfloat16),
-        jnp.asarray(np.where(is_owned, pages, 0)),
-        jnp.asarray(positions, jnp.int32),
-        jnp.asarray(lens),
-        jnp.asarray(np.cumsum([0, *new]), jnp.int32),
-        jnp.int32(len(case.decode_lens)),
+        *rows,
     )
 
 
 def with_other_bystanders(case: Case, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The same call with other numbers in queries and pages that belong to no chunk."""
     q, pool, table, *rest = arrays
-    is_key = np.zeros((pool.shape[0], case.page_size), bool)
-    for row, length in enumerate(case.kv_lens):
-        tokens = np.arange(length if row >= len(case.decode_lens) else 0)
-        is_key[np.asarray(table)[row, tokens // case.page_size], tokens % case.page_size] = True
+    is_key = case.is_chunk_key(table)
     keep = jnp.asarray(is_key)[:, None, None, :, None]
     is_query = jnp.asarray(case.is_chunk_token)[:, None, None]
     return (
@@ -130,35 +79,12 @@ def with_other_bystanders(case: Case, arrays: tuple[jax.Array, ...]) -> tuple[ja
     )
 
 
-def with_nan_in_one_query(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The same call, with a NaN in each head of one token."""
-    q, *rest = arrays
-    return q.at[POISONED_TOKEN, :, 3].set(jnp.nan), *rest
-
-
-def part_of_chunk(arrays: tuple[jax.Array, ...], first: int, count: int) -> tuple[jax.Array, ...]:
-    """The call with some tokens of its only chunk; the others are padding after them."""
-    q, pool, table, positions, lens, starts, num_decode = arrays
-    q, positions = (jnp.roll(x, -first, axis=0) for x in (q, positions))
-    lens = lens.at[0].set(positions[count - 1] + 1)
-    starts = jnp.where(jnp.arange(starts.shape[0]) > 0, count, 0).astype(jnp.int32)
-    return q, pool, table, positions, lens, starts, num_decode
-
-
 def exact(case: Case, arrays: tuple[jax.Array, ...]) -> np.ndarray:
     """The reference in float32."""
     q, pool, *rest = arrays
     wide = (q.astype(jnp.float32), pool.astype(jnp.float32))
     prefill = jax.jit(functools.partial(reference.prefill, **case.static))
     return np.asarray(prefill(*wide, *rest), np.float64)
-
-
-def token_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Norm of the error over the norm of the truth, for each token; 0 of a token of zeros."""
-    axes = (1, 2)
-    size = np.sqrt((expected**2).sum(axes))
-    error = np.sqrt(((found.astype(np.float64) - expected) ** 2).sum(axes))
-    return error / np.where(size == 0, 1, size)
 
 
 VALUES = (

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from kernels.mla import api, prefill
-from tests.kernels import interpretation, mla_prefill_cases
+from tests.kernels import chunks, interpretation, mla_prefill_cases
 from tests.kernels.mla_prefill_cases import (
     CUT,
     CUT_AT,
     GUARDED,
     HEAD_BLOCK,
     IN_TURNS,
-    POISONED_TOKEN,
     VALUES,
     Case,
 )
@@ -40,7 +39,7 @@ def test_kernels_give_the_values_of_the_reference(interpreted, case):
     found = interpreted[str(case)]
     expected = mla_prefill_cases.exact(case, mla_prefill_cases.inputs(case))
     assert found.shape == expected.shape
-    assert mla_prefill_cases.token_errors(found, expected).max() < TOLERANCE
+    assert chunks.token_errors(found, expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("case", VALUES, ids=str)
@@ -56,8 +55,8 @@ def test_nan_in_pages_without_a_chunks_key_changes_no_bit(interpreted):
 
 def test_nan_in_a_query_reaches_its_own_token_and_no_other(interpreted):
     found, clean = interpreted["nan"], interpreted[str(GUARDED)]
-    is_poisoned = np.arange(GUARDED.num_tokens) == POISONED_TOKEN
-    assert GUARDED.is_chunk_token[POISONED_TOKEN]
+    is_poisoned = np.arange(GUARDED.num_tokens) == chunks.POISONED_TOKEN
+    assert GUARDED.is_chunk_token[chunks.POISONED_TOKEN]
     assert np.isnan(found[is_poisoned]).all()
     assert np.array_equal(found[~is_poisoned], clean[~is_poisoned])
 

@@ -9,8 +9,8 @@ import pytest
 
 from kernels import query_tiles
 from kernels.attention import api, prefill
-from tests.kernels import interpretation, prefill_cases
-from tests.kernels.prefill_cases import CUT, CUT_AT, EMPTY, GUARDED, POISONED_TOKEN, VALUES, Case
+from tests.kernels import chunks, interpretation, prefill_cases
+from tests.kernels.prefill_cases import CUT, CUT_AT, EMPTY, GUARDED, VALUES, Case
 
 # Weights and output are rounded to bfloat16, each by 2^-9 at most and about a third of it on
 # average.
@@ -31,7 +31,7 @@ def test_kernel_gives_the_values_of_the_reference(interpreted, case):
     found = interpreted[str(case)]
     expected = prefill_cases.exact(case, prefill_cases.inputs(case))
     assert found.shape == expected.shape
-    assert prefill_cases.token_errors(found, expected).max() < TOLERANCE
+    assert chunks.token_errors(found, expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("case", (*VALUES, EMPTY), ids=str)
@@ -46,8 +46,8 @@ def test_what_no_chunk_names_changes_no_bit(interpreted):
 
 def test_nan_in_a_query_reaches_its_own_token_and_no_other(interpreted):
     found, clean = interpreted["nan"], interpreted["clean"]
-    is_poisoned = np.arange(GUARDED.num_tokens) == POISONED_TOKEN
-    assert GUARDED.is_chunk_token[POISONED_TOKEN]
+    is_poisoned = np.arange(GUARDED.num_tokens) == chunks.POISONED_TOKEN
+    assert GUARDED.is_chunk_token[chunks.POISONED_TOKEN]
     assert np.isnan(found[is_poisoned]).all()
     assert np.array_equal(found[~is_poisoned], clean[~is_poisoned])
 

@@ -125,7 +125,7 @@ def plan(options: argparse.Namespace, engine: Sequence[str], tag: str) -> list[S
             add(f"op:{script.stem}", f"kernels/{script.name}", file, 1)
     for name, path in models.items():
         given = ("--model", path, *engine)
-        for rows in (1, 64):
+        for rows in (1, 64, 256):
             words = (*given, "--rows", rows)
             file = f"kernels_{name}_{tag}_b{rows}.txt"
             add(f"{name}:kernels:{rows}", "step_kernels.py", file, 1, *words)

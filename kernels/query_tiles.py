@@ -49,6 +49,36 @@ class Cut:
     """i32[R], tiles of each row."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One entry of a work list, in the order of its columns."""
+
+    row: jax.Array
+    slab: jax.Array
+    """Flat index of the tile's first token, in eights."""
+    begin: jax.Array
+    """The first of the tile's tokens that belongs to the row; those before are a neighbour's."""
+    end: jax.Array
+    """Past the last one."""
+    position: jax.Array
+    """Of the tile's first token, were it the row's: it may be negative."""
+    num_keys: jax.Array
+    """Keys that its last token sees, from the row's first; 0: the output is zero."""
+
+
+def is_wide(value_dim: int) -> bool:
+    """Whether values fill so many registers that a thread does nothing in two ways.
+
+    Then every step is masked.
+    """
+    return value_dim == 256
+
+
+def keys_at_once(value_dim: int) -> int:
+    """Keys attended at once. Scores of more would not stay in registers beside the values."""
+    return 64 if is_wide(value_dim) else 128
+
+
 def cut(
     starts: jax.Array, ends: jax.Array, positions: jax.Array, tile_tokens: int, num_tiles: int
 ) -> Cut:

@@ -128,37 +128,6 @@ def written(
     return Queries(q, pool, batch, page_table, scale, window), is_bad
 
 
-def attend(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    pool: jax.Array,
-    batch: Batch,
-    page_table: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attends each new token to its request's pages.
-
-    Args:
-      q: [T, N, H], rotated.
-      keys: [T, K, H], rotated.
-      values: [T, K, H].
-      pool: [P, K, 2, page_size, H].
-      batch: lengths and rows of the step.
-      page_table: i32[R, W] of the layer's group.
-      scale: multiplies the scores.
-      window: positions a query sees, itself included; None: all before it.
-
-    Returns:
-      [T, N, H] in q's dtype (zero for padding), the pool with this step's tokens, and bool[T] where
-      a key or value was not finite.
-    """
-    queries, is_bad = written(q, keys, values, pool, batch, page_table, scale=scale, window=window)
-    return queries.attended(), queries.pool, is_bad
-
-
 def _attend_mixed(queries: Queries) -> jax.Array:
     """Decode rows and chunks."""
     q, pool, batch, table = queries.q, queries.pool, queries.batch, queries.page_table

@@ -28,7 +28,7 @@ from kernels.mosaic import (
     round_up,
     soft_capped,
 )
-from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial
+from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial, Tile
 
 _PANEL = 64
 """Head dims of one copy of a tile that is not written whole."""
@@ -88,16 +88,12 @@ class _Plan:
 
     @property
     def keys_at_once(self) -> int:
-        """Keys attended at once. Scores of more would not stay in registers beside the values."""
-        return 64 if self.is_wide else 128
+        return query_tiles.keys_at_once(self.head_dim)
 
     @property
     def is_wide(self) -> bool:
-        """Whether values fill so many registers that a thread does nothing in two ways.
-
-        Then every step is masked and every output written row by row.
-        """
-        return self.head_dim == 256
+        """See `query_tiles`. Every output is then written row by row."""
+        return query_tiles.is_wide(self.head_dim)
 
     @property
     def masks_every_step(self) -> bool:
@@ -118,31 +114,14 @@ class _Plan:
         return 4 if self.head_dim == 64 else 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tile:
-    """One entry of the work list, in the order of its columns."""
-
-    row: jax.Array
-    slab: jax.Array
-    """Flat index of the tile's first token, in eights."""
-    begin: jax.Array
-    """The first of the tile's tokens that belongs to the row; those before are a neighbour's."""
-    end: jax.Array
-    """Past the last one."""
-    position: jax.Array
-    """Of the tile's first token, were it the row's: it may be negative."""
-    num_keys: jax.Array
-    """Keys that its last token sees, from the row's first; 0: the output is zero."""
-
-
-_COLUMNS = len(dataclasses.fields(_Tile))
+_COLUMNS = len(dataclasses.fields(Tile))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
     """A tile for one kv head's `heads_at_once` query heads, and the blocks of keys it sees."""
 
-    tile: _Tile
+    tile: Tile
     head: jax.Array
     """The kv head."""
     query_head: jax.Array
@@ -259,7 +238,7 @@ def _work_list(
     with most keys come first, so that no long one is left for the end.
 
     Returns:
-      i32[num_tiles, fields of `_Tile`], and how many of them are used, i32[1].
+      i32[num_tiles, fields of `Tile`], and how many of them are used, i32[1].
     """
     row = jnp.arange(plan.rows, dtype=jnp.int32)
     chunk_ends = jnp.where(row >= num_decode, cu_q_lens[1:], cu_q_lens[:-1])
@@ -380,7 +359,7 @@ def _kernel(
 def _unit(tiles: Ref, index: jax.Array, plan: _Plan) -> _Unit:
     tile_at, cut_head = div_rem(index, plan.units_per_tile)
     head, cut = div_rem(cut_head, plan.cuts)
-    tile = _Tile(*(tiles[tile_at, column] for column in range(_COLUMNS)))
+    tile = Tile(*(tiles[tile_at, column] for column in range(_COLUMNS)))
     query_head = head * plan.group + cut * plan.heads_at_once
     end, _ = div_rem(tile.num_keys + (plan.keys_at_once - 1), plan.keys_at_once)
     if plan.window is not None:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels import query_tiles
 from kernels.mla import expand
 from kernels.mosaic import SWIZZLED, Ref, div_rem, round_up
-from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial
+from kernels.query_tiles import CONSUMERS, ROWS, SLAB, Partial, Tile
 
 _PANEL = 64
 """Value dims of one copy on its way out."""
@@ -114,16 +114,11 @@ class _Plan:
 
     @property
     def is_wide(self) -> bool:
-        """Whether values fill so many registers that a thread does nothing in two ways.
-
-        Then every step is masked.
-        """
-        return self.value_dim == 256
+        return query_tiles.is_wide(self.value_dim)
 
     @property
     def keys_at_once(self) -> int:
-        """Keys attended at once. Scores of more would not stay in registers beside the values."""
-        return 64 if self.is_wide else 128
+        return query_tiles.keys_at_once(self.value_dim)
 
     @property
     def pages_at_once(self) -> int:
@@ -157,22 +152,11 @@ class _Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
-    """One entry of the work list, in the order of its columns."""
+class _Tile(Tile):
+    """The same with the place of its row's expanded keys."""
 
-    row: jax.Array
-    slab: jax.Array
-    """Flat index of the tile's first token, in eights."""
-    begin: jax.Array
-    """The first of the tile's tokens that belongs to the row; those before are a neighbour's."""
-    end: jax.Array
-    """Past the last one."""
-    position: jax.Array
-    """Of the tile's first token, were it the row's: it may be negative."""
-    num_keys: jax.Array
-    """Keys that its last token sees."""
     base: jax.Array
-    """Where in the workspace the row's keys begin, in blocks of 128."""
+    """Where in the workspace they begin, in blocks of 128."""
 
 
 _COLUMNS = len(dataclasses.fields(_Tile))

@@ -1,6 +1,5 @@
 """Decode attention: the kernel's values, interpreted, what it takes and what it declines."""
 
-import functools
 import types
 
 import jax
@@ -261,13 +260,15 @@ def mixed(kernels: str, dtype: str = "float32", num_decode: int = 2):
     return (q, keys, values, pool, batch, table)
 
 
-def attended(arguments):
-    return jax.jit(functools.partial(attention.attend, scale=0.125, window=None))(*arguments)
+@jax.jit
+def attended(*arguments):
+    queries, is_bad = attention.written(*arguments, scale=0.125, window=None)
+    return queries.attended(), queries.pool, is_bad
 
 
 @pytest.mark.parametrize("num_decode", [0, 2])
 def test_mixed_step_gives_the_same_bits_with_and_without_the_branch(num_decode):
-    plain, kernels = (attended(mixed(name, num_decode=num_decode)) for name in ("plain", "mosaic"))
+    plain, kernels = (attended(*mixed(name, num_decode=num_decode)) for name in ("plain", "mosaic"))
     assert api.decode.declined["mosaic"].startswith("queries are float32")
     for one, other in zip(plain, kernels, strict=True):
         assert np.array_equal(one, other)
@@ -275,9 +276,7 @@ def test_mixed_step_gives_the_same_bits_with_and_without_the_branch(num_decode):
 
 def test_mixed_step_runs_both_kernels_and_branches_in_the_plain_form_alone():
     def branches(kernels: str) -> int:
-        traced = jax.jit(functools.partial(attention.attend, scale=0.125, window=None)).trace(
-            *mixed(kernels, "bfloat16")
-        )
+        traced = attended.trace(*mixed(kernels, "bfloat16"))
         return traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.case")
 
     ops = (api.decode, api.prefill)

@@ -35,7 +35,11 @@ QWEN3_8B = {
     "down": ("parts", 12288, 4096),
 }
 QWEN3_30B = {"qkv": ("product", 2048, 5120), "o": ("parts", 4096, 2048)}
-TOKENS = (1, 8, 32, 64)
+TOKENS = {"product": (1, 8, 32, 64), "parts": (1, 8, 32, 64, 256), "gated": (1, 8, 32, 64)}
+"""Of each form as many as it has an implementation beside the plain one for."""
+_FEW = ((1, 1.0), (4, 1e-12), (24, 1.0), (64, 1e6))
+_VALUES = {"product": _FEW, "parts": (*_FEW, (200, 1.0)), "gated": _FEW}
+"""Tokens, and what they are multiplied by."""
 CHAIN = 6
 """Weights of one chain: together they are larger than the second-level cache."""
 _SAMPLE_SECONDS = 0.03
@@ -76,7 +80,7 @@ def check_values() -> Checks:
         for name, size in sizes.items()
     ]
     for name, form, size, outputs in (*cases, ("router", "parts", 2048, 128)):
-        for tokens, magnitude in ((1, 1.0), (4, 1e-12), (24, 1.0), (64, 1e6)):
+        for tokens, magnitude in _VALUES[form]:
             arrays = inputs(form, tokens, size, outputs, magnitude)
             before = getattr(api, form).counts["reference"]
             found = np.asarray(call(*arrays, form)).astype(np.float64)
@@ -109,7 +113,7 @@ def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
     """Time of one product, ours and the plain form's."""
     for name, (form, size, outputs) in QWEN3_8B.items():
         weights = [inputs(form, 1, size, outputs)[1] + i for i in range(CHAIN)]
-        for tokens in TOKENS:
+        for tokens in TOKENS[form]:
             x, _ = inputs(form, tokens, size, outputs)
             figures: dict[str, Any] = {"product": name, "tokens": tokens}
             for kernels in ("mosaic", "plain"):

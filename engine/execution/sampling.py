@@ -96,17 +96,19 @@ def greedy(logits: jax.Array, masks: MaskRows | None = None) -> Sampled:
     Returns:
       Sampled with no alternatives (N = 0) and ranks of 1; log-probabilities are of the raw logits.
     """
-    logits, nonfinite = _finite_rows(logits)
-    token_ids, lacks_mask, is_stuck = _argmax(logits), *[jnp.zeros_like(nonfinite)] * 2
+    token_ids, top, nonfinite = _likeliest(logits)
+    lacks_mask, is_stuck = [jnp.zeros_like(nonfinite)] * 2
     if masks is not None:
         masked = _Masked.of(logits, masks)
         lacks_mask = masked.lacks_mask
         token_ids = masked.put(_argmax(masked.logits), jnp.where(lacks_mask, 0, token_ids))
         is_stuck = masked.put(_is_stuck(masked.logits), lacks_mask) & ~nonfinite
+    token_ids = jnp.where(nonfinite, 0, token_ids)
+    logprobs = _log_softmax_below(top[:, None], logits, token_ids[:, None])[:, 0]
     rows = logits.shape[0]
     return Sampled(
         token_ids=token_ids,
-        logprobs=_log_softmax_at(logits, token_ids[:, None])[:, 0],
+        logprobs=jnp.where(nonfinite, -jnp.inf, logprobs),
         ranks=jnp.ones(rows, jnp.int32),
         top_ids=jnp.zeros((rows, 0), jnp.int32),
         top_logprobs=jnp.zeros((rows, 0), jnp.float32),
@@ -200,6 +202,29 @@ def _finite_rows(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A row the model broke is masked whole: its id is 0, and nothing after this meets a NaN.
     nonfinite = ~jnp.all(jnp.isfinite(logits), axis=-1)
     return jnp.where(nonfinite[:, None], -jnp.inf, logits), nonfinite
+
+
+def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each row's likeliest id, the lowest of equals, its logit, and where the model broke a row.
+
+    From one pass; of a broken row id and logit mean nothing.
+    """
+
+    def better(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (value, token, is_finite), (other_value, other_token, is_other_finite) = one, other
+        is_first = (value > other_value) | ((value == other_value) & (token < other_token))
+        return (
+            jnp.where(is_first, value, other_value),
+            jnp.where(is_first, token, other_token),
+            is_finite & is_other_finite,
+        )
+
+    ids = jnp.broadcast_to(_token_ids(logits), logits.shape)
+    worst = np.float32(-np.inf), np.int32(np.iinfo(np.int32).max), np.bool_(True)
+    top, token_ids, is_finite = jax.lax.reduce(
+        (logits, ids, jnp.isfinite(logits)), worst, better, (1,)
+    )
+    return token_ids, top, ~is_finite
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
@@ -556,7 +581,11 @@ def _gumbel(key: jax.Array, size: int) -> jax.Array:
 
 def _log_softmax_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
     """Log-probabilities of ids [R, N]; -inf for masked ids and in rows where nothing is finite."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
+    return _log_softmax_below(jnp.max(logits, axis=-1, keepdims=True), logits, ids)
+
+
+def _log_softmax_below(top: jax.Array, logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """The same where each row's highest logit, [R, 1], is known."""
     top = jnp.where(top == -jnp.inf, 0.0, top)
     log_total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
     value = jnp.take_along_axis(logits, ids, axis=-1)

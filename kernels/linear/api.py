@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from kernels.dispatch import Dispatch
-from kernels.linear import few_tokens, one_token, reference
+from kernels.linear import few_tokens, one_token, reference, split
 from kernels.norm import api as norm_api
 from kernels.tuning import Tunable
 
@@ -17,7 +17,7 @@ product = Dispatch(
 """[T, K] times [K, N]. See `reference.product` for the contract."""
 parts = Dispatch(
     "linear.parts",
-    [("mosaic", few_tokens.parts), ("reference", reference.parts)],
+    [("mosaic", few_tokens.parts), ("split", split.parts), ("reference", reference.parts)],
     Tunable(few_tokens.weight_shape_of, few_tokens.parts_candidates),
 )
 """The same, to be added up by whoever takes it. See `reference.parts` for the contract."""

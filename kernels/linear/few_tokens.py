@@ -192,7 +192,7 @@ def planned(
         num_tokens=num_tokens,
         inputs=inputs,
         outputs=outputs,
-        splits=(splits or _splits(inputs, outputs)) if form == "parts" else 1,
+        splits=(splits or splits_of(inputs, outputs)) if form == "parts" else 1,
         depth=depth or _depth(form, num_tokens),
     )
     shape = (num_tokens, *(weight.shape[1:] if form == "product" else (outputs,)))
@@ -205,7 +205,8 @@ def _depth(form: str, num_tokens: int) -> int:
     return _DEPTHS[0] if is_small else _DEPTHS[1]
 
 
-def _splits(inputs: int, outputs: int) -> int:
+def splits_of(inputs: int, outputs: int) -> int:
+    """Parts of a weight's products, by formula."""
     return max(1, min(_BLOCKS // (outputs // WIDTH), 4, inputs // 512))
 
 
@@ -243,7 +244,7 @@ def _depths(first: int) -> tuple[Choice, ...]:
 def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths and splits, the formula's first."""
     inputs, panels = shape["inputs"], shape["outputs"] // WIDTH
-    formula = _depth("parts", 0), _splits(inputs, shape["outputs"])
+    formula = _depth("parts", 0), splits_of(inputs, shape["outputs"])
     powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
     tried = [n for n in powers if n * 512 <= inputs and n * panels <= _MOST_BLOCKS]
     # Whoever adds up the parts takes no more values of a token: see `kernels.norm`.

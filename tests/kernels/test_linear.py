@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.linear import api, few_tokens, one_token, reference
+from kernels.linear import api, few_tokens, one_token, reference, split
 from tests.kernels import interpretation, linear_cases
 from tests.kernels.linear_cases import (
     ASSEMBLED,
@@ -86,6 +86,41 @@ def test_reference_of_several_outputs_is_the_product_of_each():
     np.testing.assert_array_equal(gated, jax.nn.silu(found[:, 0]) * found[:, 1])
     (only,) = reference.parts(x, weight[:, 0])
     np.testing.assert_array_equal(only, found[:, 0])
+
+
+# --- parts of more tokens ---
+
+
+def test_parts_of_a_larger_decode_step_are_xlas_and_as_many_as_of_fewer_tokens():
+    case = Case("parts", 200, inputs=1024, outputs=192)
+    arrays = linear_cases.inputs(case)
+    before = api.parts.counts["split"]
+    found = np.asarray(case.call("mosaic")(*arrays))
+    assert api.parts.counts["split"] == before + 1
+    fewer = jax.eval_shape(case.call("mosaic"), arrays[0][:64], arrays[1])
+    assert found.shape == (2, 200, 192) == (*fewer.shape[:1], 200, 192)
+    assert found.dtype == np.float32
+    halves = [np.asarray(x, np.float64) for x in (arrays[0], arrays[1])]
+    for part, inputs in zip(found, (slice(512), slice(512, None)), strict=True):
+        expected = halves[0][:, inputs] @ halves[1][inputs]
+        np.testing.assert_allclose(part, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels", "reason"),
+    [
+        (Case("parts", 128, 1024, 192), "plain", "kernels are 'plain', not 'mosaic'"),
+        (Case("parts", 264, 1024, 192), "mosaic", "264 tokens, at most 256 may be"),
+        (Case("parts", 128, 512, 192), "mosaic", "512 inputs in 1 splits"),
+        (Case("parts", 128, 4096, 16384), "mosaic", "4096 inputs in 1 splits"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_product_that_gains_nothing_by_parts_is_made_whole(case, kernels, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(split.parts, kernels=kernels), *case.structs)
+    whole = jax.eval_shape(case.call(kernels), *case.structs)
+    assert (whole.shape, whole.dtype) == ((1, case.num_tokens, case.outputs), jnp.bfloat16)
 
 
 def test_one_row_is_multiplied_as_eight():

@@ -64,12 +64,13 @@ class Fields:
 
 
 _FIGURES = ("us", "formula_us", "measured")
+_PAGED_SIZES = ("rows", "queries", "num_kv_heads", "group",
+                "head_dim", "page_size", "pages", "window")  # fmt: skip
+_ONE_TOKEN = {"mosaic": ("depth",), "registers": ("depth",)}
 _MOE_SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 OPS: Mapping[str, Fields] = {
-    "attention.decode": Fields(
-        ("rows", "queries", "num_kv_heads", "group", "head_dim", "page_size", "pages", "window"),
-        {"mosaic": ("splits",)},
-    ),
+    "attention.decode": Fields(_PAGED_SIZES, {"mosaic": ("splits",)}),
+    "attention.decode_times": Fields((*_PAGED_SIZES, "outputs"), _ONE_TOKEN),
     "mla.decode": Fields(
         ("rows", "queries", "num_heads", "latent", "page_size", "pages"), {"mosaic": ("splits",)}
     ),
@@ -77,6 +78,7 @@ OPS: Mapping[str, Fields] = {
     # Splits add up in another order: as in the formula, the weight alone decides them.
     "linear.parts": Fields(("inputs", "outputs"), {"mosaic": ("depth", "splits")}),
     "linear.gated": Fields(("inputs", "outputs"), {"mosaic": ("depth",)}),
+    "linear.normed": Fields(("tokens", "halves", "inputs", "outputs"), _ONE_TOKEN),
     "moe.experts": Fields(
         ("tokens", *_MOE_SIZES),
         {"unpermuted": ("down_rows", "splits"), "permuted": ("columns",)},

@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/kernels/one_token.py --json OUT.json
 
 Sums and norms must be those of the norm's own kernel but for a root's last bits, products those of
-full precision; attention and its product those of two kernels. Then times in a chain over distinct
-weights, in one kernel and apart, beside that of reading the weights. A failure ends the run with
-status 1.
+full precision; attention and its product those of two kernels. Every way to do it in one kernel
+must give the same bits. Then times in a chain over distinct weights, in one kernel and apart,
+beside that of reading the weights. A failure ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from benchmarks.kernels import harness, linear
 from benchmarks.kernels.harness import Checks
 from benchmarks.roofline import Ceilings
 from kernels.attention import api as attention
-from kernels.linear import api
+from kernels.dispatch import Dispatch
+from kernels.linear import api, one_token
+from kernels.tuning import Choice
 
 EPS = 1e-6
 SCALE_AT = 8
@@ -42,6 +44,9 @@ ATTENTION = {"8B": (8, 4, 4096), "30B": (4, 8, 2048)}
 KEYS = (300, 1000, 8000)
 PAGE_SIZE = 64
 LOOK = {"scale": 128**-0.5, "window": None, "block_pages": 128, "block_bytes": 2**29}
+CHOICES = {f"{one.form}_{dict(one.settings)['depth']}": one for one in one_token.choices((64, 128))}
+"""Every way to do it in one kernel."""
+WAYS: dict[str, Choice | None] = {**CHOICES, "apart": None}
 CHAIN = 24
 _SAMPLE_SECONDS = 0.03
 _ROUNDED_TWICE = 2.0**-7
@@ -62,36 +67,43 @@ def inputs(form: str, size: int, outputs: int, parts: int, magnitude: float = 1.
     )
 
 
-@functools.partial(jax.jit, static_argnames=("form", "is_together"))
-def call(*arrays: jax.Array, form: str, is_together: bool = True) -> Any:
+def _op_of(op: Dispatch, apart: Callable[..., Any], way: str) -> Callable[..., Any]:
+    choice = WAYS[way]
+    return apart if choice is None else functools.partial(op, choice=choice)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "way"))
+def call(*arrays: jax.Array, form: str, way: str) -> Any:
     """Sum, norm and product."""
-    op = api.normed if is_together else api.apart
+    op = _op_of(api.normed, api.apart, way)
     return op(*arrays, form=form, scale_at=SCALE_AT, eps=EPS, kernels="mosaic")
 
 
 def check_values() -> Checks:
-    """Every size, beside the norm's own kernel and a product of full precision."""
+    """Every size and way, beside the norm's own kernel and a product of full precision."""
     for name, (form, size, outputs, parts) in SIZES.items():
         for magnitude in (1.0, 1e-12, 1e6):
             arrays = inputs(form, size, outputs, parts, magnitude)
-            before = api.normed.counts["apart"]
-            hidden, normed, out = call(*arrays, form=form)
-            apart_hidden, apart_normed, _ = call(*arrays, form=form, is_together=False)
-            same = np.asarray(hidden).tobytes() == np.asarray(apart_hidden).tobytes()
-            wide = [np.asarray(x).astype(np.float64) for x in (normed, apart_normed)]
-            apart = np.abs(wide[0] - wide[1]) / np.maximum(np.abs(wide[1]), 1e-30)
-            found = np.asarray(functools.reduce(jnp.add, list(out)) if form == "parts" else out)
-            error = harness.worst_error(
-                found.reshape(1, -1), linear.exact(form, normed, arrays[3]).reshape(1, -1)
-            )
-            holds = (
-                same
-                and float(apart.max()) <= _ROUNDED_TWICE
-                and error <= linear.TOLERANCE[form]
-                and api.normed.counts["apart"] == before
-            )
-            figure = f"norm {apart.max():.1e}, product {error:.1e}"
-            yield f"{name}, times {magnitude:g}", bool(holds), figure
+            apart = call(*arrays, form=form, way="apart")
+            for way in CHOICES:
+                before = api.normed.counts["apart"]
+                holds, figure = _compared(form, call(*arrays, form=form, way=way), apart, arrays[3])
+                holds = holds and api.normed.counts["apart"] == before
+                yield f"{name}, times {magnitude:g}, {way}", holds, figure
+
+
+def _compared(form: str, found: Any, apart: Any, weight: jax.Array) -> tuple[bool, str]:
+    """Whether one kernel's sum, norm and product are right, and how far they are off."""
+    hidden, normed, out = found
+    same = np.asarray(hidden).tobytes() == np.asarray(apart[0]).tobytes()
+    wide = [np.asarray(x).astype(np.float64) for x in (normed, apart[1])]
+    off = (np.abs(wide[0] - wide[1]) / np.maximum(np.abs(wide[1]), 1e-30)).max()
+    out = np.asarray(functools.reduce(jnp.add, list(out)) if form == "parts" else out)
+    error = harness.worst_error(
+        out.reshape(1, -1), linear.exact(form, normed, weight).reshape(1, -1)
+    )
+    holds = same and float(off) <= _ROUNDED_TWICE and error <= linear.TOLERANCE[form]
+    return bool(holds), f"norm {off:.1e}, product {error:.1e}"
 
 
 def attention_inputs(kv_heads: int, group: int, outputs: int, keys: int) -> Any:
@@ -110,10 +122,10 @@ def attention_inputs(kv_heads: int, group: int, outputs: int, keys: int) -> Any:
     )
 
 
-@functools.partial(jax.jit, static_argnames="is_together")
-def attend(*arrays: jax.Array, is_together: bool = True) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="way")
+def attend(*arrays: jax.Array, way: str) -> jax.Array:
     """The product, its parts added up."""
-    op = attention.decode_times if is_together else attention.apart
+    op = _op_of(attention.decode_times, attention.apart, way)
     return functools.reduce(jnp.add, list(op(*arrays, kernels="mosaic", **LOOK)))
 
 
@@ -122,38 +134,40 @@ def check_attention() -> Checks:
     for name, sizes in ATTENTION.items():
         for keys in KEYS:
             arrays = attention_inputs(*sizes, keys)
+            apart = np.asarray(attend(*arrays, way="apart"))
             before = attention.decode_times.counts["apart"]
-            found = np.asarray(attend(*arrays))
-            error = harness.worst_error(found, np.asarray(attend(*arrays, is_together=False)))
-            same = all(np.array_equal(np.asarray(attend(*arrays)), found) for _ in range(10))
+            found = [np.asarray(attend(*arrays, way=way)) for way in CHOICES for _ in range(10)]
+            error = harness.worst_error(found[0], apart)
+            same = all(np.array_equal(one, found[0]) for one in found)
             is_covered = attention.decode_times.counts["apart"] == before
             holds = same and is_covered and error <= 1e-5
-            yield f"{name} attention of {keys} keys, 10 more runs", holds, f"{error:.1e}"
+            yield f"{name} attention of {keys} keys, 10 runs of each way", holds, f"{error:.1e}"
 
 
 def check_bits() -> Checks:
-    """Runs after runs give the same bits."""
+    """Runs after runs of every way give the same bits."""
     for name, (form, *sizes) in SIZES.items():
         arrays = inputs(form, *sizes)
-        clean = [np.asarray(x).tobytes() for x in call(*arrays, form=form)]
-        again = (call(*arrays, form=form) for _ in range(20))
-        same = all([np.asarray(x).tobytes() for x in found] == clean for found in again)
-        yield f"{name}: 20 more runs", same, ""
+        clean: list[bytes] = []
+        for way in CHOICES:
+            runs = (call(*arrays, form=form, way=way) for _ in range(20))
+            found = [[np.asarray(x).tobytes() for x in run] for run in runs]
+            clean = clean or found[0]
+            yield f"{name}: 20 runs of {way}", all(one == clean for one in found), ""
 
 
-@functools.partial(jax.jit, static_argnames=("form", "is_together"))
+@functools.partial(jax.jit, static_argnames=("form", "way"))
 def _chain(
     residual: jax.Array,
     update: jax.Array,
     vectors: jax.Array,
     weights: list[jax.Array],
     form: str,
-    is_together: bool,
+    way: str,
 ) -> list[jax.Array]:
     """Every product: one that nobody reads would not be made."""
-    products: list[jax.Array] = []
+    op, products = _op_of(api.normed, api.apart, way), []
     for weight in weights:
-        op = api.normed if is_together else api.apart
         residual, _, out = op(
             residual,
             update,
@@ -169,12 +183,11 @@ def _chain(
     return products
 
 
-@functools.partial(jax.jit, static_argnames="is_together")
-def _attention_chain(*arrays: Any, is_together: bool) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnames="way")
+def _attention_chain(*arrays: Any, way: str) -> list[jax.Array]:
     q, pool, table, positions, kv_lens, weights = arrays
-    products: list[jax.Array] = []
+    op, products = _op_of(attention.decode_times, attention.apart, way), []
     for weight in weights:
-        op = attention.decode_times if is_together else attention.apart
         out = op(q, pool, table, positions, kv_lens, weight, kernels="mosaic", **LOOK)
         q, out = jax.lax.optimization_barrier((q, out))
         products.append(out)
@@ -188,10 +201,8 @@ def measured_attention(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
             *arrays, weight = attention_inputs(*sizes, keys)
             weights = [weight + i for i in range(CHAIN)]
             figures: dict[str, Any] = {"attention": name, "keys": keys}
-            for way in ("together", "apart"):
-                run = functools.partial(
-                    _attention_chain, *arrays, weights, is_together=way == "together"
-                )
+            for way in WAYS:
+                run = functools.partial(_attention_chain, *arrays, weights, way=way)
                 seconds = harness.seconds(run, _SAMPLE_SECONDS) / CHAIN
                 figures[f"{way}_us"] = round(1e6 * seconds, 2)
             if ceilings:
@@ -202,15 +213,13 @@ def measured_attention(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
 
 
 def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
-    """Time of one norm and product, in one kernel and in two."""
+    """Time of one norm and product, in one kernel each way and in two."""
     for name, (form, *sizes) in SIZES.items():
         *arrays, weight = inputs(form, *sizes)
         weights = [weight + i for i in range(CHAIN)]
         figures: dict[str, Any] = {"product": name}
-        for way in ("together", "apart"):
-            run: Callable[[], Any] = functools.partial(
-                _chain, *arrays, weights, form, way == "together"
-            )
+        for way in WAYS:
+            run: Callable[[], Any] = functools.partial(_chain, *arrays, weights, form, way)
             figures[f"{way}_us"] = round(1e6 * harness.seconds(run, _SAMPLE_SECONDS) / CHAIN, 2)
         if ceilings:
             floor = weight.nbytes / ceilings.read_bytes_per_second

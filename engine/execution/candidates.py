@@ -26,10 +26,12 @@ TUNED: dict[str, Dispatch] = {
     op.op: op
     for op in (
         attention.decode,
+        attention.decode_times,
         mla.decode,
         linear.product,
         linear.parts,
         linear.gated,
+        linear.normed,
         moe.experts,
     )
 }
@@ -73,8 +75,10 @@ class Job:
     def layer_bytes(self) -> int:
         """What one call reads of weights or pages; of experts those that are hit on average."""
         s = self.shape
-        if self.op == "attention.decode":
-            return 4 * s["num_kv_heads"] * s["head_dim"] * int(lens_of(s).sum())
+        if self.op.startswith("attention."):
+            heads = s["num_kv_heads"] * s["head_dim"]
+            read = 4 * heads * int(lens_of(s).sum())
+            return read + 2 * heads * s["group"] * s.get("outputs", 0)
         if self.op == "mla.decode":
             return 2 * (s["latent"] + 64) * int(lens_of(s).sum())
         if self.op == "moe.experts":
@@ -153,14 +157,13 @@ def jobs_of(model: Model, settings: Settings, ops: Iterable[str]) -> list[Job]:
     """What a model's decode programs ask for at every rung, where there is a choice."""
     asked, known = _Asked(), set(ops)
     small = model.first_layers(2)
+    # What is noted here must come from no cache, and what is traced here must go to none. A tapped
+    # layer would be in none, but norms nothing together with its product.
+    jax.clear_caches()
     with TUNING.using(asked):
         for rows in settings.ladder.rows:
-            # A tapped layer is traced in line, and a function of its own anew: what is noted here
-            # must come from no cache, and what is traced here must go to none.
-            jax.eval_shape(
-                lambda *step: small.forward(*step, tap=lambda name, x: x),
-                *_step(small, settings, rows),
-            )
+            jax.eval_shape(small.forward, *_step(small, settings, rows))
+    jax.clear_caches()
     return [
         job
         for job in asked.jobs

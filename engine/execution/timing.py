@@ -87,8 +87,10 @@ def programs_of(job: Job) -> list[_Program]:
     """What is timed for a job, all of it together."""
     s = job.shape
     num_layers = max(2, min(_MAX_LAYERS, math.ceil(_COLD_BYTES / job.layer_bytes)))
-    if job.op in ("attention.decode", "mla.decode"):
+    if job.op in ("attention.decode", "attention.decode_times", "mla.decode"):
         return [_attending(job, num_layers)]
+    if job.op == "linear.normed":
+        return [_norming(job, num_layers)]
     if job.op == "moe.experts":
         return [_choosing(job, num_layers)]
     op, outputs = TUNED[job.op], (s["outputs"],)
@@ -123,14 +125,35 @@ def _attending(job: Job, num_layers: int) -> _Program:
             return op(*queries, layer[0], *rest, scale=dims**-0.5, choice=choice, **options)
 
         return _Program(latent, _bf16(*rows, s["num_heads"], dims), (pool,), shared, num_layers)
-    heads, dims = s["num_kv_heads"], s["head_dim"]
+    dims = s["head_dim"]
     options |= dict(scale=dims**-0.5, window=s["window"] or None)
 
     def paged(x: jax.Array, layer: Any, *rest: jax.Array, choice: Choice) -> jax.Array:
-        return op(x, layer[0], *rest, choice=choice, **options)
+        pool, *weight = layer
+        out = op(x, pool, *rest, *weight, choice=choice, **options)
+        return out.sum(axis=0) if weight else out
 
-    pool = _bf16(num_pages, heads, 2, s["page_size"], dims)
-    return _Program(paged, _bf16(*rows, heads * s["group"], dims), (pool,), shared, num_layers)
+    heads, num_heads = s["num_kv_heads"], s["num_kv_heads"] * s["group"]
+    layer = [_bf16(num_pages, heads, 2, s["page_size"], dims)]
+    if "outputs" in s:
+        layer.append(_bf16(num_heads * dims, s["outputs"]))
+    return _Program(paged, _bf16(*rows, num_heads, dims), tuple(layer), shared, num_layers)
+
+
+def _norming(job: Job, num_layers: int) -> _Program:
+    s, op = job.shape, TUNED[job.op]
+    rng, inputs, halves = np.random.default_rng(0), s["inputs"], s["halves"]
+    update = rng.standard_normal((2, 1, inputs), np.float32)
+    scale = np.ones(inputs, jnp.bfloat16)
+    options = dict(form="gated" if halves == 2 else "product", scale_at=0, eps=1e-6)
+
+    def call(x: jax.Array, layer: Any, *rest: jax.Array, choice: Choice) -> jax.Array:
+        *_, out = op(x, *rest, layer[0], kernels="mosaic", choice=choice, **options)
+        return out
+
+    outputs = (s["outputs"],) if halves == 1 else (2, s["outputs"] // 2)
+    weight = _bf16(inputs, *outputs)
+    return _Program(call, _bf16(1, inputs), (weight,), (update, scale), num_layers)
 
 
 def _choosing(job: Job, num_layers: int) -> _Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -57,6 +58,12 @@ def apart(
 
 
 decode_times = Dispatch(
-    "attention.decode_times", [("mosaic", mosaic_decode.times), ("apart", apart)]
+    "attention.decode_times",
+    [
+        ("mosaic", mosaic_decode.times),
+        ("registers", functools.partial(mosaic_decode.times, from_registers=True)),
+        ("apart", apart),
+    ],
+    Tunable(mosaic_decode.times_shape_of, mosaic_decode.times_candidates),
 )
 """Decode attention and the product of it. See `apart` for the contract."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.linear import one_token
+from kernels.linear import few_tokens, one_token
 from kernels.mosaic import (
     SWIZZLED,
     Ref,
@@ -169,8 +169,12 @@ def times(
     block_pages: int,
     block_bytes: int,
     soft_cap: float | None = None,
+    depth: int | None = None,
+    from_registers: bool = False,
 ) -> jax.Array:
     """Attends one query, whose splits are merged where they are multiplied; see `api.apart`.
+
+    The last two say how: see `one_token.merged`.
 
     Raises:
       NotImplementedError: the call is outside what the kernels cover.
@@ -192,6 +196,8 @@ def times(
         logs.reshape(plan.splits, -1),
         weight,
         kernels=kernels,
+        depth=depth,
+        from_registers=from_registers,
     )
 
 
@@ -263,6 +269,20 @@ def candidates(shape: Shape) -> tuple[Choice, ...]:
     powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
     tried = [n for n in powers if n <= plan.tiles and (n == 1 or n * plan.blocks <= _MOST_BLOCKS)]
     return tuple(Choice.of("mosaic", splits=n) for n in dict.fromkeys([plan.splits, *tried]))
+
+
+def times_shape_of(*arrays: jax.Array, window: int | None, **_: object) -> Shape:
+    """What attention and its product are tuned by."""
+    *rows, weight = arrays
+    return {**shape_of(*rows, window=window), "outputs": weight.shape[1]}
+
+
+def times_candidates(shape: Shape) -> tuple[Choice, ...]:
+    """Both ways to multiply one query's attention, and depths."""
+    if shape["rows"] * shape["queries"] > 1:
+        return ()
+    depths = few_tokens.depths("parts", 1)
+    return one_token.choices([depth for depth in depths if depth <= shape["head_dim"]])
 
 
 def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from kernels.dispatch import Dispatch
@@ -62,5 +64,13 @@ def apart(
     return hidden, x, FORMS[form](x, weight, kernels=kernels)
 
 
-normed = Dispatch("linear.normed", [("mosaic", one_token.normed), ("apart", apart)])
+normed = Dispatch(
+    "linear.normed",
+    [
+        ("mosaic", one_token.normed),
+        ("registers", functools.partial(one_token.normed, from_registers=True)),
+        ("apart", apart),
+    ],
+    Tunable(one_token.shape_of, one_token.candidates),
+)
 """A norm and the product of what it gives. See `apart` for the contract."""

@@ -27,6 +27,8 @@ NAMES = {"product": "linear", "parts": "linear_parts", "gated": "linear_gated"}
 """Of the kernels, by form."""
 _BLOCKS = 128
 """Blocks that keep the memory of an H100 or H200 busy."""
+LEAST_OUTPUTS = _BLOCKS // 2 * WIDTH
+"""Of a product that is not split."""
 _MAX_STAGES = 16
 _SHARED_BYTES = 220 * 1024
 """Of one block; two that share a multiprocessor have half each."""
@@ -182,10 +184,10 @@ def planned(
     inputs, outputs = weight.shape[0], weight.size // weight.shape[0] // halves
     _decline(x, weight, halves, outputs, kernels)
     num_tokens = x.shape[0]
-    if form == "product" and outputs // WIDTH < _BLOCKS // 2:
+    if form == "product" and outputs < LEAST_OUTPUTS:
         raise NotImplementedError(
             f"{outputs} outputs are too few for blocks of {WIDTH}, "
-            f"at least {_BLOCKS // 2 * WIDTH} keep the device busy"
+            f"at least {LEAST_OUTPUTS} keep the device busy"
         )
     plan = Plan(
         form=form,
@@ -228,17 +230,22 @@ def product_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths, the formula's first; none for more tokens than are covered."""
     if shape["tokens"] > MAX_TOKENS:
         return ()
-    return _depths(_depth("product", shape["tokens"]))
+    return _choices(depths("product", shape["tokens"]))
 
 
 def gated_candidates(shape: Shape) -> tuple[Choice, ...]:
     """Depths, the formula's first."""
     del shape
-    return _depths(_depth("gated", 0))
+    return _choices(depths("gated", 0))
 
 
-def _depths(first: int) -> tuple[Choice, ...]:
-    return tuple(Choice.of("mosaic", depth=depth) for depth in dict.fromkeys([first, *_DEPTHS]))
+def depths(form: str, num_tokens: int) -> tuple[int, ...]:
+    """Inputs of one step that are tried, the formula's first."""
+    return tuple(dict.fromkeys([_depth(form, num_tokens), *_DEPTHS]))
+
+
+def _choices(depths: tuple[int, ...]) -> tuple[Choice, ...]:
+    return tuple(Choice.of("mosaic", depth=depth) for depth in depths)
 
 
 def parts_candidates(shape: Shape) -> tuple[Choice, ...]:
@@ -379,11 +386,22 @@ def fetch(
 
 
 def multiplied(
-    memory: Memory, share: Share, tokens_of: Callable[[jax.Array], Ref], plan: Plan
+    memory: Memory,
+    share: Share,
+    tokens_of: Callable[[jax.Array], Any],
+    plan: Plan,
+    *,
+    is_late: bool = True,
 ) -> tuple[jax.Array, ...]:
     """f32[64, columns] of each half, summed over the block's steps.
 
-    `tokens_of` gives the 64 rows that a step multiplies; those it gave two steps before are free.
+    Args:
+      memory: of the block, to which its weights come.
+      share: what the block makes.
+      tokens_of: gives the 64 rows that a step multiplies.
+      plan: of the kernel.
+      is_late: a step's products may go on while the next one's tokens are made, so those that
+        `tokens_of` gave two steps before are free. Not of registers, which are written anew.
     """
 
     def release(i: jax.Array) -> None:
@@ -397,8 +415,11 @@ def multiplied(
             plgpu.barrier_wait(memory.here.at[slot])
             for half, total in enumerate(sums):
                 plgpu.wgmma(total, tokens, memory.weight_ring.at[slot, half])
-            plgpu.wgmma_wait(1)
-            pl.when(i > 0)(lambda: release(i - 1))
+            plgpu.wgmma_wait(1 if is_late else 0)
+            if is_late:
+                pl.when(i > 0)(lambda: release(i - 1))
+            else:
+                release(i)
 
         plgpu.wgmma_wait(0)
         return tuple(total[...] for total in sums)
@@ -406,7 +427,8 @@ def multiplied(
     # Public, though listed in a way that type checkers do not see.
     total = plgpu.ACC((64, WIDTH), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     products = pl.run_scoped(multiply, *[total] * plan.halves)
-    release(share.num_steps - 1)
+    if is_late:
+        release(share.num_steps - 1)
     return products
 
 

@@ -39,17 +39,20 @@ def measured(*seconds, job=PRODUCT):
 
 
 def test_dense_model_asks_for_its_weights_and_its_pages():
-    """But one row's attention is merged in the product of it, by formula."""
+    """Of one row they are asked for together with its norms and its attention."""
     found = jobs_of("qwen3_8b", 1, 16)
     sizes = {"queries": 1, "num_kv_heads": 8, "group": 4, "head_dim": 128, "page_size": 64}
     pages = sizes | {"pages": 128, "window": 0}
     assert {(job.op, tuple(job.shape.values())) for job in found} == {
         ("attention.decode", (16, *pages.values())),
+        ("attention.decode_times", (1, *pages.values(), 4096)),
         ("linear.product", (8, 4096, 6144)),
         ("linear.product", (16, 4096, 6144)),
         ("linear.parts", (4096, 4096)),
         ("linear.parts", (12288, 4096)),
         ("linear.gated", (4096, 24576)),
+        ("linear.normed", (1, 1, 4096, 6144)),
+        ("linear.normed", (1, 2, 4096, 24576)),
     }
 
 
@@ -157,6 +160,26 @@ def test_every_candidate_is_traced_with_its_own_settings():
         (traced,) = timing._traced(PRODUCT, [program], choice)
         texts.append(str(traced.jaxpr))
     assert len(set(texts)) == 2
+
+
+ONE_TOKEN = (
+    Job("linear.normed", {"tokens": 1, "halves": 1, "inputs": 256, "outputs": 4096}),
+    Job("linear.normed", {"tokens": 1, "halves": 2, "inputs": 256, "outputs": 256}),
+    Job(
+        "attention.decode_times",
+        {**HELD_OUT[0][1], "rows": 1, "group": 4, "head_dim": 128, "outputs": 4096},
+    ),
+)
+
+
+@pytest.mark.parametrize("job", ONE_TOKEN, ids=lambda job: job.op)
+def test_one_token_is_timed_with_what_makes_it(job):
+    assert tuple(job.shape) == tuning.OPS[job.op].shape
+    programs = timing.programs_of(job)
+    assert [choice.form for choice in job.candidates] == ["mosaic"] * 2 + ["registers"] * 2
+    traced = [timing._traced(job, programs, choice) for choice in job.candidates]
+    assert len({str(one.jaxpr) for (one,) in traced}) == len(job.candidates)
+    assert job.layer_bytes > 2 * programs[0].layer[-1].size - 1
 
 
 def test_job_that_the_kernel_declines_is_not_measured():

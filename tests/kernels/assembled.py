@@ -8,6 +8,7 @@ OP is a name of `OPS`. Mosaic leaves its dumps in FOLDER. The environment is tha
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import math
 import os
@@ -43,10 +44,18 @@ DECODE = (
     Case(MANY, soft_cap=50.0),
     Case(FEW, queries=8, group=16, head_dim=256, soft_cap=50.0),
 )
-DECODE_TIMES = (
+_SERVED_TIMES = (
     Times(Case((1000,), num_kv_heads=8), 4096),
     Times(Case((1000,), num_kv_heads=4, group=8), 2048),
     Times(Case((8192,), num_kv_heads=8), 4096),
+)
+DECODE_TIMES = (
+    *_SERVED_TIMES,
+    *(
+        dataclasses.replace(case, choice=choice)
+        for case in _SERVED_TIMES[:2]
+        for choice in linear_cases.REGISTERS
+    ),
 )
 CHUNKS = ((300, 700), (100, 0))
 PREFILL = (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.attention import api, reference
+from kernels.tuning import FORMULA, Choice
 
 PLAIN = {"block_pages": 16, "block_bytes": 2**29}
 POISONED_ROW = 1
@@ -76,9 +77,11 @@ class Times:
 
     attention: Case
     outputs: int = 64
+    choice: Choice = FORMULA
 
     def __str__(self) -> str:
-        return f"{self.attention}-times{self.outputs}"
+        name = f"{self.attention}-times{self.outputs}"
+        return name if self.choice == FORMULA else f"{name}, {self.choice}"
 
     @property
     def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -88,7 +91,8 @@ class Times:
 
     def call(self, kernels: str, op: Callable[..., jax.Array] = api.decode_times):
         """The op with everything static bound."""
-        return functools.partial(op, **self.attention.static, kernels=kernels, **PLAIN)
+        chosen = {} if self.choice == FORMULA else {"choice": self.choice}
+        return functools.partial(op, **self.attention.static, kernels=kernels, **PLAIN, **chosen)
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

@@ -7,6 +7,7 @@ A process of its own: an interpreter that has raised is of no use afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.attention import api, decode
+from kernels.linear import one_token
+from kernels.tuning import Choice
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import Case
 
@@ -48,10 +51,13 @@ def main(path: str) -> None:
     found["nan"] = run(guarded, decode_cases.with_nan_in_one_query(arrays))
     found["calls"] = np.array(sum(api.decode.counts.values()))
     found["mosaic calls"] = np.array(api.decode.counts["mosaic"])
+    one_token._ROWS_IN_REGISTERS = False
     for times in decode_cases.TIMES:
+        kept = dataclasses.replace(times, choice=Choice("registers"))
+        found[f"{times} registers"] = interpret(kept.call("mosaic"), times.arrays)
         found[f"{times} together"] = interpret(times.call("mosaic"), times.arrays)
         found[f"{times} apart"] = interpret(times.call("mosaic", api.apart), times.arrays)
-    found["times"] = np.array(api.decode_times.counts["mosaic"])
+    found["times"] = np.array([api.decode_times.counts[way] for way in ("mosaic", "registers")])
     np.savez(path, **found)
 
 

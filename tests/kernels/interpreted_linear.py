@@ -7,6 +7,7 @@ A process of its own: an interpreter that has raised is of no use afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.linear import api, few_tokens
+from kernels.linear import api, few_tokens, one_token
+from kernels.tuning import Choice
 from tests.kernels import linear_cases
 
 _STAGES = 3
@@ -32,9 +34,14 @@ def run(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Any:
 
 
 def run_normed(case: linear_cases.Normed) -> dict[str, np.ndarray]:
-    """A norm and its product in one kernel, and in two."""
+    """A norm and its product in one kernel of either form, and in two."""
     settings = dict(form=case.form, **case.norm.static, kernels="mosaic")
-    calls = {"together": case.call("mosaic"), "apart": functools.partial(api.apart, **settings)}
+    kept = dataclasses.replace(case, choice=Choice("registers"))
+    calls = {
+        "together": case.call("mosaic"),
+        "registers": kept.call("mosaic"),
+        "apart": functools.partial(api.apart, **settings),
+    }
     return {
         f"{case} {name} {way}": x
         for way, call in calls.items()
@@ -45,6 +52,7 @@ def run_normed(case: linear_cases.Normed) -> dict[str, np.ndarray]:
 def main(path: str) -> None:
     """Runs every case."""
     few_tokens._MAX_STAGES = _STAGES
+    one_token._ROWS_IN_REGISTERS = False
     found = {
         str(case): run(case.call("mosaic"), linear_cases.inputs(case))
         for case in linear_cases.VALUES
@@ -56,9 +64,9 @@ def main(path: str) -> None:
     counts = [op.counts.copy() for op in api.FORMS.values()]
     for normed in linear_cases.NORMED:
         found |= run_normed(normed)
-    counts.append(api.normed.counts)
     found["calls"] = np.array([sum(count.values()) for count in counts])
     found["mosaic calls"] = np.array([count["mosaic"] for count in counts])
+    found["normed"] = np.array([api.normed.counts[way] for way in ("mosaic", "registers", "apart")])
     np.savez(path, **found)
 
 

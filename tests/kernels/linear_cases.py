@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.linear import api
+from kernels.tuning import FORMULA, Choice
 from tests.kernels import norm_cases
 
 Form = Literal["product", "parts", "gated"]
@@ -78,9 +79,11 @@ class Normed:
     num_parts: int = 2
     num_tokens: int = 1
     scale_at: int = 8
+    choice: Choice = FORMULA
 
     def __str__(self) -> str:
-        return f"{self.num_parts} parts, {self.product}"
+        name = f"{self.num_parts} parts, {self.product}"
+        return name if self.choice == FORMULA else f"{name}, {self.choice}"
 
     @property
     def product(self) -> Case:
@@ -100,7 +103,9 @@ class Normed:
 
     def call(self, kernels: str) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         """The op with everything static bound."""
-        return functools.partial(api.normed, form=self.form, **self.norm.static, kernels=kernels)
+        static = dict(form=self.form, **self.norm.static, kernels=kernels)
+        chosen = {} if self.choice == FORMULA else {"choice": self.choice}
+        return functools.partial(api.normed, **static, **chosen)
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -137,17 +142,23 @@ ASSEMBLED = (
     Case("gated", 64, 4096, 12288),
 )
 """Served sizes and the ends of what the kernel covers."""
+REGISTERS = tuple(Choice.of("registers", depth=depth) for depth in (64, 128))
+"""One token's rows stay in registers."""
 NORMED_NAMES = ("hidden", "normed", "product")
 NORMED = (
     Normed("parts", 512, 128),
     Normed("gated", 384, 192, num_parts=1),
     Normed("product", 256, 4096, num_parts=4),
 )
-NORMED_ASSEMBLED = (
+_SERVED = (
     Normed("product", 4096, 6144),
     Normed("product", 2048, 5120, num_parts=4),
     Normed("gated", 4096, 12288),
     Normed("parts", 2048, 128, num_parts=4),
     Normed("product", 8192, 10240, num_parts=4),
 )
-"""Served sizes, and those that take the most memory."""
+NORMED_ASSEMBLED = (
+    *_SERVED,
+    *(dataclasses.replace(case, choice=choice) for case in _SERVED for choice in REGISTERS),
+)
+"""Served sizes, and those that take the most memory, by formula and from registers."""

@@ -63,7 +63,13 @@ def test_splits_that_are_merged_in_the_product_give_the_values_of_those_merged_b
     # A step of fewer inputs adds up in another order.
     np.testing.assert_allclose(together, apart, rtol=0, atol=1e-6)
     assert together.shape[1:] == (1, case.outputs) and together.all()
-    assert interpreted["times"] == len(TIMES)
+    assert interpreted["times"].tolist() == [len(TIMES)] * 2
+
+
+@pytest.mark.parametrize("case", TIMES, ids=str)
+def test_merged_splits_that_are_multiplied_from_registers_give_the_same_bits(interpreted, case):
+    found = interpreted[f"{case} registers"]
+    np.testing.assert_array_equal(found, interpreted[f"{case} together"])
 
 
 def test_every_interpreted_call_ran_the_kernel(interpreted):

@@ -143,6 +143,8 @@ CALLS = {
     "linear.product": (linear_cases.Case("product", 8), {"depth": 128}),
     "linear.parts": (CASE, {"depth": 64, "splits": 1}),
     "linear.gated": (linear_cases.Case("gated", 8), {"depth": 128}),
+    "linear.normed": (linear_cases.Normed("product"), {"depth": 128}),
+    "attention.decode_times": (decode_cases.TIMES[0], {"depth": 64}),
 }
 
 
@@ -160,6 +162,29 @@ def test_shape_has_the_fields_of_the_file_and_the_formula_is_the_first_candidate
         return str(jax.jit(lambda *args: call(*args, choice=choice)).trace(*case.structs).jaxpr)
 
     assert traced(candidates[0]) == traced(FORMULA) != traced(Choice.of("mosaic", **settings))
+
+
+@pytest.mark.parametrize("op", ["linear.normed", "attention.decode_times"])
+def test_one_token_is_tuned_in_both_forms_and_no_two_candidates_are_alike(op):
+    case, _ = CALLS[op]
+    call, tunable = case.call("mosaic"), TUNED[op].tunable
+    shape = tunable.shape(*case.structs, **call.keywords)
+    candidates = tunable.candidates(shape)
+    assert [choice.form for choice in candidates] == ["mosaic"] * 2 + ["registers"] * 2
+    texts = []
+    for choice in candidates:
+        before = TUNED[op].counts[choice.form]
+        with TUNING.using(table(choice, op, shape)):
+            texts.append(str(jax.jit(lambda *args: call(*args)).trace(*case.structs).jaxpr))
+        assert TUNED[op].counts[choice.form] == before + 1
+    assert len(set(texts)) == len(candidates)
+
+
+@pytest.mark.parametrize("size", [{"tokens": 2}, {"outputs": 64}])
+def test_norm_and_product_of_more_tokens_or_few_outputs_have_no_choice(size):
+    shape = {"tokens": 1, "halves": 1, "inputs": 256, "outputs": 4096}
+    assert linear.normed.tunable.candidates(shape)
+    assert linear.normed.tunable.candidates(shape | size) == ()
 
 
 @pytest.mark.parametrize("tokens", [8, 32, 64, 256])

@@ -52,13 +52,14 @@ class _Program:
     def traced(self, choice: Choice) -> jax.stages.Traced:
         """The chain with one candidate."""
 
-        def chain(x: jax.Array, layers: Any, shared: Any) -> jax.Array:
-            out = x
+        def chain(x: jax.Array, layers: Any, shared: Any) -> list[jax.Array]:
+            outs = []
             for layer in layers:
                 out = self.call(x, layer, *shared, choice=choice)
                 # One call must not start before the one ahead of it has ended.
                 x, out = jax.lax.optimization_barrier((x, out))
-            return out
+                outs.append(out)
+            return outs  # a call whose result nobody reads would not be made
 
         return jax.jit(chain).trace(self.x, [self.layer] * self.num_layers, self.shared)
 

@@ -14,7 +14,7 @@ from engine.execution import candidates, runner, timing
 from engine.execution.candidates import HELD_OUT, TUNED, Job, Measured
 from engine.execution.settings import Settings
 from kernels import tuning
-from kernels.tuning import Table
+from kernels.tuning import FORMULA, Table
 from models import registry
 from models.batch import Tiling
 
@@ -180,6 +180,16 @@ def test_one_token_is_timed_with_what_makes_it(job):
     traced = [timing._traced(job, programs, choice) for choice in job.candidates]
     assert len({str(one.jaxpr) for (one,) in traced}) == len(job.candidates)
     assert job.layer_bytes > 2 * programs[0].layer[-1].size - 1
+
+
+def test_every_call_of_a_chain_is_made():
+    """XLA leaves out a call whose result nobody reads."""
+    x, weight = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8, 64), (64, 64)))
+    call = lambda x, layer, *, choice: x @ layer[0]  # noqa: E731
+    program = timing._Program(call, x, (weight,), (), num_layers=3)
+    text = timing._compiled(program.traced(FORMULA)).as_text()
+    assert text.count(" dot(") == 3
+    assert len(jax.tree.leaves(program.traced(FORMULA).out_info)) == 3
 
 
 def test_job_that_the_kernel_declines_is_not_measured():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import layers, registry
-from models.attention import attend
+from models.attention import written
 from models.batch import Batch
 from models.cache import Cache, CacheGroup, CacheSpec, RecurrentGroup, read_states, write_states
 from models.checkpoint import Leaf, Part
@@ -95,7 +95,7 @@ def forward(
     hidden = hidden + jnp.tanh(layers.linear(sums, params["sum"]))
     qkv = layers.linear(hidden, params["qkv"])
     q, keys, values = jnp.split(qkv.reshape(-1, 3 * config.num_heads, config.head_dim), 3, axis=1)
-    mixed, pool, is_bad = attend(
+    queries, is_bad = written(
         q,
         keys,
         values,
@@ -105,9 +105,10 @@ def forward(
         scale=config.head_dim**-0.5,
         window=config.window,
     )
-    hidden = hidden + layers.linear(mixed.reshape(hidden.shape[0], -1), params["out"])
+    mixed = queries.attended().reshape(hidden.shape[0], -1)
+    hidden = hidden + layers.linear(mixed, params["out"])
     is_nonfinite = cache.is_nonfinite | is_bad_state | is_bad
-    return tap("last", hidden), Cache(((pool,),), is_nonfinite, ((states,),))
+    return tap("last", hidden), Cache(((queries.pool,),), is_nonfinite, ((states,),))
 
 
 def decaying_sum(

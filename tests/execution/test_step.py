@@ -14,7 +14,7 @@ from engine.execution.page_tables import DeviceTables
 from engine.execution.step import StateShape
 from engine.scheduling.schedule import Install
 from kernels.attention import reference
-from models.attention import attend
+from models import attention
 from models.batch import Tiling
 from models.cache import Cache, write_kv
 from tests.execution import toys
@@ -553,9 +553,13 @@ def test_mixed_step_attends_decode_rows_and_chunks_alike():
     pool = rng.normal(size=(20, KV_HEADS, 2, PAGE, DIM)).astype(np.float32)
     q = rng.normal(size=(8, HEADS, DIM)).astype(np.float32)
     keys, values = rng.normal(size=(2, 8, KV_HEADS, DIM)).astype(np.float32)
-    out, after, is_bad = jax.jit(functools.partial(attend, scale=SCALE, window=None))(
-        q, keys, values, pool, batch, table
-    )
+
+    @jax.jit
+    def attended(*arguments):
+        queries, is_bad = attention.written(*arguments, scale=SCALE, window=None)
+        return queries.attended(), queries.pool, is_bad
+
+    out, after, is_bad = attended(q, keys, values, pool, batch, table)
     scene = Scene([6, 10, 5], [1, 1, 3])
     scene.pool, scene.table, scene.q = np.asarray(after), np.asarray(table)[:3], q[:5]
     close(out[:5], scene.dense(None))

@@ -87,11 +87,13 @@ def test_reference_of_several_outputs_is_the_product_of_each():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16)), jnp.float32)
     weight = jnp.asarray(np.random.default_rng(1).standard_normal((16, 2, 8)), jnp.float32)
     found = reference.product(x, weight)
-    np.testing.assert_array_equal(found[:, 1], reference.product(x, weight[:, 1]))
+    # A CPU sums in another order for another number of outputs.
+    one = reference.product(x, weight[:, 1])
+    np.testing.assert_allclose(found[:, 1], one, rtol=1e-5, atol=1e-6)
     gated = reference.gated(x, weight)
     np.testing.assert_array_equal(gated, jax.nn.silu(found[:, 0]) * found[:, 1])
     (only,) = reference.parts(x, weight[:, 0])
-    np.testing.assert_array_equal(only, found[:, 0])
+    np.testing.assert_array_equal(only, reference.product(x, weight[:, 0]))
 
 
 # --- parts of more tokens ---

@@ -79,7 +79,7 @@ OPS: Mapping[str, Fields] = {
     "linear.gated": Fields(("inputs", "outputs"), {"mosaic": ("depth",)}),
     "moe.experts": Fields(
         ("tokens", *_MOE_SIZES),
-        {"unpermuted": ("down_rows", "splits"), "permuted": ("columns",)},
+        {"unpermuted": ("down_rows", "splits"), "permuted": ("columns", "tail")},
     ),
 }
 

@@ -54,7 +54,7 @@ def choose_experts(num_tokens: int, padding: int) -> dict[str, np.ndarray]:
         return *tables.choose(*by_choice, num_experts), *places
 
     found = interpret(call, ids, weights)
-    names = ("of tokens", "chosen", "upto", "tiles", "tiles upto", "rows")
+    names = ("of tokens", "chosen", "upto", "tiles", "tiles upto", "held", "rows")
     return dict(zip(names, found, strict=True))
 
 
@@ -63,6 +63,32 @@ def place() -> tuple[np.ndarray, ...]:
     options = {"num_blocks": moe_cases.PLACED_BLOCKS, "num_experts": 64}
     options |= {"num_tiles": moe_cases.PLACED_TILES, "columns": moe_cases.TILE}
     return interpret(functools.partial(tables._place, **options), moe_cases.block_counts())
+
+
+def tails() -> dict[str, np.ndarray]:
+    """Products of tiles of which some hold few tokens, as narrow as these are and as a whole."""
+    ids, x, *weights = moe_cases.ragged_inputs()
+    num_experts, columns = len(moe_cases.RAGGED), moe_cases.WIDE
+    most = x.shape[0] // columns
+
+    def place(ids: jax.Array) -> tuple[jax.Array, ...]:
+        padded = round_up(ids.shape[0], tables.SIDE)
+        by_choice, _ = tables.by_choice(ids, jnp.ones(ids.shape), num_experts, padded)
+        return tables.group(ids, by_choice, num_experts, most, columns)
+
+    def multiply(tail: int, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        gate_up, down, *tiles = operands
+        first, second = (permuted._tile(columns, tail, each.shape[1]) for each in (gate_up, down))
+        hidden = products.gate_up(gate_up, x, *tiles, first)
+        return hidden, products.down(down, hidden, *tiles, second)
+
+    *tiles, rows = interpret(place, ids)
+    found = dict(zip(("experts", "upto", "held"), tiles, strict=True)) | {"rows": rows}
+    for tail in permuted._tails(columns):
+        both = interpret(functools.partial(multiply, tail), x, *weights, *tiles)
+        names = (f"{name} of {tail}" for name in ("hidden", "outputs"))
+        found |= {name: out.astype(np.float32) for name, out in zip(names, both, strict=True)}
+    return found
 
 
 def interpret(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array | None) -> Any:
@@ -93,7 +119,9 @@ def main(path: str) -> None:
         found[f"{choice} ids"], found[f"{choice} weights"] = out
     for case in moe_cases.TABLES:
         found |= {f"{case} {what}": x for what, x in choose_experts(*case).items()}
-    found |= dict(zip(("placed tiles", "placed upto", "placed bases"), place(), strict=True))
+    names = ("placed tiles", "placed upto", "placed held", "placed bases")
+    found |= dict(zip(names, place(), strict=True))
+    found |= {f"tails {what}": x for what, x in tails().items()}
     np.savez(path, **found)
 
 

@@ -157,6 +157,35 @@ def block_counts() -> jax.Array:
     return jnp.asarray(counts)
 
 
+# --- tiles that are not full ---
+
+WIDE = 128
+"""Rows of a tile whose tail is narrower."""
+RAGGED = (0, 1, 31, 32, 33, 100, 128, 129)
+"""Tokens of each expert."""
+
+
+def ragged_inputs() -> tuple[jax.Array, ...]:
+    """Ids of two experts a token, rows of their tiles, gate-up and down weights."""
+    rng = np.random.default_rng(0)
+    hidden_size, width, num_experts = 256, 64, len(RAGGED)
+    halves = np.repeat(np.arange(num_experts), RAGGED).reshape(2, -1)
+    ids = rng.permutation(halves.T)
+    x = rng.standard_normal((tables.SIDE * WIDE, hidden_size))
+    gate_up = rng.standard_normal((num_experts, 2 * width, hidden_size)) * hidden_size**-0.5
+    down = rng.standard_normal((num_experts, hidden_size, width)) * width**-0.5
+    return jnp.asarray(ids, jnp.int32), *(jnp.asarray(a, jnp.bfloat16) for a in (x, gate_up, down))
+
+
+def ragged_tiles() -> list[tuple[int, int]]:
+    """Each tile's expert, and how many tokens it holds."""
+    return [
+        (expert, min(WIDE, count - start))
+        for expert, count in enumerate(RAGGED)
+        for start in range(0, count, WIDE)
+    ]
+
+
 # --- the choice ---
 
 
@@ -297,10 +326,11 @@ class Kernel:
         experts = _struct("int32", tiles), _struct("int32", size.num_experts)
         tokens = _struct("bfloat16", max(columns, x.shape[0]), size.hidden_size)
         hidden = _struct("bfloat16", tiles * columns, size.width)
+        grouped = _struct("bfloat16", tiles * columns, size.hidden_size)
         return {
             "shared_gate_up": (gate_up, tokens, *experts, _struct("float32", tiles, columns)),
-            "gate_up": (gate_up, _struct("bfloat16", tiles * columns, size.hidden_size), *experts),
-            "down": (down, hidden, *experts),
+            "gate_up": (gate_up, grouped, *experts, _struct("int32", tiles)),
+            "down": (down, hidden, *experts, _struct("int32", tiles)),
             "summed_down": (down, hidden, *experts),
         }[self.name]
 
@@ -332,10 +362,11 @@ class Kernel:
             return functools.partial(
                 products.summed_down, num_tokens=self.num_tokens, splits=splits, tile=tile
             )
+        tail, *_ = permuted._tails(columns)
         tile: Tile = {
             "shared_gate_up": lambda: unpermuted._gate_up_tile(columns, 2 * size.width),
-            "gate_up": lambda: permuted._tile(columns, 2 * size.width),
-            "down": lambda: permuted._tile(columns, size.hidden_size),
+            "gate_up": lambda: permuted._tile(columns, tail, 2 * size.width),
+            "down": lambda: permuted._tile(columns, tail, size.hidden_size),
         }[self.name]()
         return functools.partial(getattr(products, self.name), tile=tile)
 

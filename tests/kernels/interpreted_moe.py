@@ -23,11 +23,6 @@ from models import layers
 from tests.kernels import moe_cases
 from tests.kernels.moe_cases import Case
 
-_BLOCKS = 5
-"""Blocks that share out the units: few, so that each has several."""
-_STAGES = 3
-"""Places of a ring: few, so that each is filled several times."""
-
 
 @functools.cache
 def _program(form: str) -> Callable[..., jax.Array]:
@@ -65,32 +60,6 @@ def place() -> tuple[np.ndarray, ...]:
     return interpret(functools.partial(tables._place, **options), moe_cases.block_counts())
 
 
-def tails() -> dict[str, np.ndarray]:
-    """Products of tiles of which some hold few tokens, as narrow as these are and as a whole."""
-    ids, x, *weights = moe_cases.ragged_inputs()
-    num_experts, columns = len(moe_cases.RAGGED), moe_cases.WIDE
-    most = x.shape[0] // columns
-
-    def place(ids: jax.Array) -> tuple[jax.Array, ...]:
-        padded = round_up(ids.shape[0], tables.SIDE)
-        by_choice, _ = tables.by_choice(ids, jnp.ones(ids.shape), num_experts, padded)
-        return tables.group(ids, by_choice, num_experts, most, columns)
-
-    def multiply(tail: int, x: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        gate_up, down, *tiles = operands
-        first, second = (permuted._tile(columns, tail, each.shape[1]) for each in (gate_up, down))
-        hidden = products.gate_up(gate_up, x, *tiles, first)
-        return hidden, products.down(down, hidden, *tiles, second)
-
-    *tiles, rows = interpret(place, ids)
-    found = dict(zip(("experts", "upto", "held"), tiles, strict=True)) | {"rows": rows}
-    for tail in permuted._tails(columns):
-        both = interpret(functools.partial(multiply, tail), x, *weights, *tiles)
-        names = (f"{name} of {tail}" for name in ("hidden", "outputs"))
-        found |= {name: out.astype(np.float32) for name, out in zip(names, both, strict=True)}
-    return found
-
-
 def interpret(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array | None) -> Any:
     """What a call gives in the interpreter, which raises where a kernel would hang or race."""
     params = plgpu.InterpretGPUParams(detect_races=True)
@@ -98,10 +67,14 @@ def interpret(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array | N
         return tuple(map(np.asarray, jax.jit(call)(*arrays)))
 
 
+def make_small() -> None:
+    """Makes do with so few blocks and places of a ring that each has several turns."""
+    products.MULTIPROCESSORS, products._MAX_STAGES = 5, 3
+
+
 def main(path: str) -> None:
     """Runs every case."""
-    products.MULTIPROCESSORS = _BLOCKS
-    products._MAX_STAGES = _STAGES
+    make_small()
     found = {}
     for case in moe_cases.VALUES:
         found[str(case)] = run(case, moe_cases.inputs(case))
@@ -121,7 +94,6 @@ def main(path: str) -> None:
         found |= {f"{case} {what}": x for what, x in choose_experts(*case).items()}
     names = ("placed tiles", "placed upto", "placed held", "placed bases")
     found |= dict(zip(names, place(), strict=True))
-    found |= {f"tails {what}": x for what, x in tails().items()}
     np.savez(path, **found)
 
 

@@ -279,7 +279,7 @@ SERVED = (
     *((DEEPSEEK, tokens) for tokens in (8, 64, 256)),
     (GLM, 16),
     (GLM, 2048),
-    *((ODD, tokens) for tokens in (64, 200)),
+    *((ODD, tokens) for tokens in (64, 200, 2048)),
 )
 
 
@@ -290,9 +290,12 @@ class Kernel:
     name: str
     size: Size
     num_tokens: int
+    is_whole: bool = False
+    """Whether an expert's last tile is multiplied as if it were full, whatever the formula."""
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.size.name}-tokens{self.num_tokens}"
+        whole = "-whole" if self.is_whole else ""
+        return f"{self.name}-{self.size.name}-tokens{self.num_tokens}{whole}"
 
     @property
     def _columns(self) -> int:
@@ -362,7 +365,7 @@ class Kernel:
             return functools.partial(
                 products.summed_down, num_tokens=self.num_tokens, splits=splits, tile=tile
             )
-        tail, *_ = permuted._tails(columns)
+        tail = columns if self.is_whole else permuted._tails(columns)[0]
         tile: Tile = {
             "shared_gate_up": lambda: unpermuted._gate_up_tile(columns, 2 * size.width),
             "gate_up": lambda: permuted._tile(columns, tail, 2 * size.width),
@@ -378,6 +381,7 @@ KERNELS = (
         for size, num_tokens in SERVED
         for name in _OF_FORM[size.case(num_tokens).form]
     ),
+    *(Kernel(name, QWEN, 8192, is_whole=True) for name in ("gate_up", "down")),
     *(Kernel("choose", size, num_tokens) for size, num_tokens in ((GLM, 1), (QWEN, 128))),
     *(Kernel("dispatch", size, 256) for size in (QWEN, ODD)),
     *(Kernel("combine", size, 256) for size in (QWEN, GLM)),

@@ -30,6 +30,12 @@ def interpreted(tmp_path_factory):
     return interpretation.run("interpreted_moe", tmp_path_factory.mktemp("interpreted"))
 
 
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    """Tiles that are not full, and their products."""
+    return interpretation.run("interpreted_moe_tails", tmp_path_factory.mktemp("ragged"))
+
+
 def error(found, expected):
     """The largest of a token's length."""
     length = np.linalg.norm(expected, axis=1)
@@ -154,32 +160,30 @@ def ragged_rows():
     return np.concatenate(is_held), np.concatenate(is_multiplied)
 
 
-def test_tiles_of_ragged_experts_hold_their_tokens(interpreted):
-    experts, held = (interpreted[f"tails {what}"] for what in ("experts", "held"))
+def test_tiles_of_ragged_experts_hold_their_tokens(ragged):
+    experts, held = ragged["experts"], ragged["held"]
     tiles = moe_cases.ragged_tiles()
     assert list(zip(experts.tolist(), held.tolist(), strict=True))[: len(tiles)] == tiles
     is_held, _ = ragged_rows()
-    assert sorted(interpreted["tails rows"].ravel()) == np.flatnonzero(is_held).tolist()
+    assert sorted(ragged["rows"].ravel()) == np.flatnonzero(is_held).tolist()
 
 
 @pytest.mark.parametrize("what", ["hidden", "outputs"])
-def test_narrow_tile_gives_the_bits_of_a_whole_one_and_no_more(interpreted, what):
+def test_narrow_tile_gives_the_bits_of_a_whole_one_and_no_more(ragged, what):
     is_held, is_multiplied = ragged_rows()
-    narrow, whole = (
-        interpreted[f"tails {what} of {tail}"][: len(is_held)] for tail in (32, moe_cases.WIDE)
-    )
+    narrow, whole = (ragged[f"{what} of {tail}"][: len(is_held)] for tail in (32, moe_cases.WIDE))
     assert np.isfinite(whole).all()
     assert (narrow == whole)[is_held].all()
     # The interpreter's memory is full of NaN until it is written.
     assert np.isnan(narrow[~is_multiplied]).all()
 
 
-def test_wide_tiles_give_the_values_of_the_reference(interpreted):
+def test_ragged_tiles_give_the_values_of_the_reference(ragged):
     _, x, gate_up, down = moe_cases.ragged_inputs()
     ids = np.repeat([expert for expert, _ in moe_cases.ragged_tiles()], moe_cases.WIDE)[:, None]
     arrays = x[: len(ids)], jnp.asarray(ids), jnp.ones(ids.shape), gate_up, down
     is_held, _ = ragged_rows()
-    found = interpreted["tails outputs of 32"][: len(ids)]
+    found = ragged["outputs of 32"][: len(ids)]
     assert error(found[is_held], moe_cases.expected(arrays)[is_held]) < 2**-7
 
 

@@ -81,7 +81,7 @@ OPS: Mapping[str, Fields] = {
     "linear.normed": Fields(("tokens", "halves", "inputs", "outputs"), _ONE_TOKEN),
     "moe.experts": Fields(
         ("tokens", *_MOE_SIZES),
-        {"unpermuted": ("down_rows", "splits"), "permuted": ("columns",)},
+        {"unpermuted": ("down_rows", "splits"), "permuted": ("columns", "tail")},
     ),
 }
 

@@ -4,10 +4,10 @@
 
 Experts' outputs are compared with float32 products on the same device, choices of experts with the
 reference's; what must not change a bit is checked to change none. A failure ends the run with
-status 1. Then the time of one layer at the sizes of Qwen3-30B-A3B: of the experts alone, and with
-the router, the choice and the residual sum. A program runs over weights of several layers, and many
-calls of it are under way between two waits. Beside it stands what reading the distinct experts'
-weights, and what multiplying, would take.
+status 1. Then the time of one layer at the sizes of Qwen3-30B-A3B: of the experts alone, of many
+tokens with and without narrower last tiles, and with the router, the choice and the residual sum. A
+program runs over weights of several layers, and many calls of it are under way between two waits.
+Beside it stands what reading the distinct experts' weights, and what multiplying, would take.
 
 `--quick` leaves out the checks that tell least. `--profile` prints the time of every kernel.
 """
@@ -40,6 +40,8 @@ from kernels.moe import api, permuted, reference, unpermuted
 TOKENS = (8, 256, 64, 1, 2048, 32, 128, 8192)
 COMPARED = (64, 128)
 """Tokens that are timed in both forms."""
+TAILED = (2048, 8192)
+"""Tokens that are timed in tiles of 128 with narrower last ones and without."""
 TOLERANCE = 2.0**-7
 """Of a token's length: hidden values, experts' outputs and their sum are rounded to bfloat16, each
 by at most 2^-9."""
@@ -48,6 +50,16 @@ _TRUTH_ROWS = 256
 _SAMPLE_SECONDS = 0.05
 
 Arrays = tuple[Any, ...]
+Form = Callable[..., jax.Array]
+TAILS: dict[str, Form] = {
+    "tiles of 128, narrow tails": functools.partial(permuted.experts, columns=128, tail=32),
+    "tiles of 128, all whole": functools.partial(permuted.experts, columns=128, tail=128),
+}
+FORMS: dict[str, Form] = {
+    "unpermuted": unpermuted.experts,
+    "permuted": permuted.experts,
+    **TAILS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +268,18 @@ def _bits_equal(one: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(one.view(np.uint16), other.view(np.uint16))
 
 
+def check_tails(cases: Sequence[Case]) -> Checks:
+    """That narrower last tiles change no bit."""
+    for case in cases:
+        arrays = inputs(case)
+        programs = [jax.jit(functools.partial(form, kernels="mosaic")) for form in TAILS.values()]
+        weights = weights_of(case.size)
+        narrow, whole = (np.asarray(program(*arrays, *weights)[0]) for program in programs)
+        error = harness.worst_error(narrow.astype(np.float32), exact(case, arrays))
+        holds = error <= TOLERANCE and _bits_equal(narrow, whole)
+        yield f"{case}: narrow last tiles", holds, f"{error:.1e}"
+
+
 def check_routes(tokens: Sequence[int]) -> Checks:
     """Choices of experts and their weights."""
     for size in (QWEN, DEEPSEEK, GLM, FEWEST, MOST):
@@ -299,9 +323,6 @@ def layers() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     ]
 
 
-Form = Callable[..., jax.Array]
-
-
 def experts_program(form: Form) -> Callable[..., jax.Array]:
     """(x, weights of the layers, ids and weights of each) -> x after them."""
 
@@ -337,11 +358,10 @@ def measure(num_tokens: int, what: str, ceilings: Ceilings | None, profile: bool
         chosen = layer_program(x, layers())[1]
         call = functools.partial(layer_program, x, layers())
     else:
-        form: Form = {"unpermuted": unpermuted.experts, "permuted": permuted.experts}[what]
         seeds = range(NUM_LAYERS)
         routes = [_all_real(case, seed) for seed in seeds]
         chosen = [ids for ids, _ in routes]
-        call = functools.partial(experts_program(form), x, layers(), jax.device_put(routes))
+        call = functools.partial(experts_program(FORMS[what]), x, layers(), jax.device_put(routes))
     distinct = statistics.mean(len(np.unique(np.asarray(ids))) for ids in chosen)
     seconds = harness.seconds(call, _SAMPLE_SECONDS) / NUM_LAYERS
     moved, flops = distinct * QWEN.expert_bytes, num_tokens * QWEN.token_flops
@@ -407,6 +427,8 @@ def measured(ceilings: Ceilings | None, profile: bool) -> Iterable[dict[str, Any
         whats = [served, "layer"]
         if num_tokens in COMPARED:
             whats.append("permuted" if served == "unpermuted" else "unpermuted")
+        if num_tokens in TAILED:
+            whats.extend(TAILS)
         for what in whats:
             yield measure(num_tokens, what, ceilings, profile)
 
@@ -424,6 +446,7 @@ def checks(quick: bool) -> Iterator[Callable[[], Checks]]:
     """Those that tell most first."""
     yield lambda: check_values(TELLING)
     yield lambda: check_bits((8, 64, 256) if quick else (8, 32, 64, 128, 256, 2048))
+    yield lambda: check_tails((Case(QWEN, 2048), Case(QWEN, 2048, "skewed")))
     yield lambda: check_routes((1, 64, 256) if quick else (1, 2, 3, 8, 64, 256, 1000, 2048))
     if not quick:
         yield lambda: check_values(OTHERS)

@@ -31,10 +31,11 @@ def experts(
     *,
     kernels: str = "plain",
     columns: int | None = None,
+    tail: int | None = None,
 ) -> jax.Array:
     """Every token's weighted sum over its experts' outputs; see `reference.experts`.
 
-    A tile has `columns` tokens; None: by formula.
+    A tile has `columns` tokens, an expert's last one the next multiple of `tail`; None: by formula.
 
     Outputs are rounded before they are weighted and summed, in float32, in the order of the
     choices.
@@ -49,11 +50,12 @@ def experts(
     num_tiles = _num_tiles(num_tokens * top_k, num_experts, columns)
     padded = round_up(num_tokens, tables.SIDE)
     ids, _ = tables.by_choice(expert_ids, weights, num_experts, padded)
-    tile_experts, upto, rows = tables.group(expert_ids, ids, num_experts, num_tiles, columns)
+    tile_experts, upto, held, rows = tables.group(expert_ids, ids, num_experts, num_tiles, columns)
     grouped = _dispatch(x, rows, num_tiles * columns)
-    first, second = (_tile(columns, rows) for rows in (2 * width, hidden_size))
-    hidden = products.gate_up(gate_up, grouped, tile_experts, upto, first)
-    outputs = products.down(down, hidden, tile_experts, upto, second)
+    tail = tail or _tails(columns)[0]
+    first, second = (_tile(columns, tail, rows) for rows in (2 * width, hidden_size))
+    hidden = products.gate_up(gate_up, grouped, tile_experts, upto, held, first)
+    outputs = products.down(down, hidden, tile_experts, upto, held, second)
     return _combine(outputs, rows, weights)[None]
 
 
@@ -63,19 +65,24 @@ def _columns(size: int, num_experts: int) -> int:
     return 32 if mean <= 32 else 64 if mean < 256 else 128
 
 
+def _tails(columns: int) -> tuple[int, ...]:
+    """What the tokens of an expert's last tile may be a multiple of, the formula's first."""
+    return (32, columns) if columns >= 128 else (columns,)
+
+
 def candidates(shape: Shape) -> tuple[Choice, ...]:
-    """Tokens of a tile, the formula's first; none for so few that a tile holds hardly one."""
+    """Tokens of a tile and of its tail, the formula's first; none where a tile holds hardly one."""
     size, num_experts = shape["tokens"] * shape["top_k"], shape["num_experts"]
     if size < 2 * num_experts:
         return ()
     tried = [n for n in (32, 64, 128) if n <= 4 * size // num_experts]
     columns = dict.fromkeys([_columns(size, num_experts), *tried])
-    return tuple(Choice.of("permuted", columns=n) for n in columns)
+    return tuple(Choice.of("permuted", columns=n, tail=tail) for n in columns for tail in _tails(n))
 
 
-def _tile(columns: int, rows: int) -> Tile:
-    consumers = 2 if rows % 256 == 0 else 1
-    return Tile(columns, consumers, 128 if rows % 128 == 0 else 64, is_late=columns > 32)
+def _tile(columns: int, tail: int, rows: int) -> Tile:
+    consumers, height = 2 if rows % 256 == 0 else 1, 128 if rows % 128 == 0 else 64
+    return Tile(columns, consumers, height, is_late=columns > 32, tail=tail)
 
 
 def _num_tiles(size: int, num_experts: int, columns: int) -> int:

@@ -47,11 +47,19 @@ class Tile:
     """Weight rows of one of them."""
     is_late: bool = False
     """Whether a step's product may still be under way when the next one starts."""
+    tail: int = 0
+    """One that is not full is multiplied as the next multiple of so many tokens; 0: as if full."""
 
     @property
     def block_rows(self) -> int:
         """Weight rows of a block."""
         return self.rows * self.consumers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many tokens a tile may be multiplied as, rising."""
+        step = self.tail or self.columns
+        return tuple(range(step, self.columns + 1, step))
 
     @property
     def stages(self) -> int:
@@ -132,6 +140,7 @@ def gate_up(
     x: jax.Array,
     experts: jax.Array,
     count: jax.Array,
+    held: jax.Array,
     tile: Tile,
 ) -> jax.Array:
     """silu(gate) * up of every tile of tokens, computed in float32.
@@ -141,17 +150,24 @@ def gate_up(
       x: [tiles * columns, D], a tile after the other.
       experts: i32[tiles], whose weights a tile takes.
       count: i32[...], its last number is how many tiles are used: the first ones.
+      held: i32[tiles], tokens of each used tile, at least one: its first rows.
       tile: its block rows divide 2 F.
 
     Returns:
-      [tiles * columns, F] in x's dtype, a tile after the other; unused ones are not written.
+      [tiles * columns, F] in x's dtype, a tile after the other; rows that hold no token may not be
+      written.
     """
     width = weights.shape[1] // 2
-    return _grouped(_TILED_GATE_UP, width, "moe_gate_up", tile, (weights, x, experts, count))
+    return _grouped(_TILED_GATE_UP, width, "moe_gate_up", tile, (weights, x, experts, count, held))
 
 
 def down(
-    weights: jax.Array, hidden: jax.Array, experts: jax.Array, count: jax.Array, tile: Tile
+    weights: jax.Array,
+    hidden: jax.Array,
+    experts: jax.Array,
+    count: jax.Array,
+    held: jax.Array,
+    tile: Tile,
 ) -> jax.Array:
     """The product of every tile of tokens, rounded to the dtype of its inputs.
 
@@ -160,14 +176,14 @@ def down(
       hidden: [tiles * columns, F], a tile after the other.
       experts: i32[tiles], whose weights a tile takes.
       count: i32[...], its last number is how many tiles are used: the first ones.
+      held: i32[tiles], tokens of each used tile, at least one: its first rows.
       tile: its block rows divide D.
 
     Returns:
-      [tiles * columns, D], a tile after the other; unused ones are not written.
+      [tiles * columns, D], a tile after the other; rows that hold no token may not be written.
     """
-    return _grouped(
-        _TILED_DOWN, weights.shape[1], "moe_down", tile, (weights, hidden, experts, count)
-    )
+    operands = (weights, hidden, experts, count, held)
+    return _grouped(_TILED_DOWN, weights.shape[1], "moe_down", tile, operands)
 
 
 class _Form(NamedTuple):
@@ -176,17 +192,19 @@ class _Form(NamedTuple):
     finish: Callable[..., None]
     """(product, where it goes, the tiles' experts, further operands): writes the result."""
     is_shared: bool = False
-    """Whether all tiles are the same tokens."""
+    """Whether all tiles are the same tokens; otherwise the first further operand is `held`."""
 
 
 class _Target(NamedTuple):
     """Where a warpgroup's result goes."""
 
     staged: Ref
-    """[columns, 64] of shared memory."""
+    """[width, 64] of shared memory."""
     out: Ref
     number: jax.Array
     """Of the tile."""
+    start: jax.Array
+    """Its first row in `out`."""
     place: jax.Array
     """Of the warpgroup's weight rows among those of an expert."""
 
@@ -233,23 +251,38 @@ def _grouped_kernel(
     num_units = _last(count) * row_blocks
     share = div_rem(num_units - block + (num_blocks - 1), num_blocks)[0]
 
-    def unit_at(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def unit_at(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Number of the tile, and of its block of weight rows."""
         return div_rem(block + i * num_blocks, row_blocks)
+
+    def held_at(i: jax.Array | int) -> jax.Array:
+        """How many tokens a unit's tile holds; past the last unit, those of some tile."""
+        if form.is_shared:
+            return jnp.int32(tile.columns)
+        number, _ = unit_at(i)
+        return further[0][jnp.minimum(number, experts.shape[0] - 1)]
 
     @pl.when(warpgroup < tile.consumers)
     def _() -> None:
         plgpu.set_max_registers(tile.registers[0], action="increase")
 
-        def consume(i: jax.Array, filled: jax.Array) -> jax.Array:
+        def consume(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+            filled, held = carry
             number, row_block = unit_at(i)
-            product = _multiplied(memory, filled, num_steps, warpgroup, tile)
             place = row_block * tile.consumers + warpgroup
-            target = _Target(result.at[warpgroup], out, number, place)
-            form.finish(product, target, experts, *further)
-            return filled + num_steps
+            # Asked for one unit ahead, so that no product waits for it.
+            next_held = held_at(i + 1)
 
-        jax.lax.fori_loop(0, share, consume, jnp.int32(0))
+            def multiply(width: int) -> None:
+                product = _multiplied(memory, filled, num_steps, warpgroup, tile, width)
+                staged = result.at[warpgroup, pl.ds(0, width)]
+                target = _Target(staged, out, number, number * tile.columns, place)
+                form.finish(product, target, experts, *further)
+
+            _at_width(tile, held, multiply)
+            return filled + num_steps, next_held
+
+        jax.lax.fori_loop(0, share, consume, (jnp.int32(0), held_at(0)))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.consumers)
@@ -261,10 +294,18 @@ def _grouped_kernel(
             # Of few tokens the rows past them come as zeros; a start that is known is checked.
             start = div_rem(block, num_blocks)[0] * 8 if form.is_shared else number * tile.columns
             source = _Source(experts[number], row_block * tile.block_rows, start)
-            return _fetch(weights, x, memory, source, filled, num_steps, tile)
+            fetch = functools.partial(_fetch, weights, x, memory, source, filled, num_steps, tile)
+            _at_width(tile, held_at(i), fetch)
+            return filled + num_steps
 
         filled = jax.lax.fori_loop(0, share, produce, jnp.int32(0))
         _await_places(memory, filled)
+
+
+def _at_width(tile: Tile, held: jax.Array, body: Callable[[int], None]) -> None:
+    """Runs the body, given the least of the tile's widths that so many tokens fit in."""
+    number = div_rem(held - 1, tile.widths[0])[0]
+    jax.lax.switch(number, [functools.partial(body, width) for width in tile.widths])
 
 
 def _activate_weighted(
@@ -297,13 +338,13 @@ def _store(product: jax.Array, target: _Target, *_: Ref) -> None:
 
 
 def _write(values: jax.Array, target: _Target, panel: jax.Array) -> None:
-    """Writes values [64, columns], transposed, to 64 outputs of the tile's tokens."""
-    staged, columns = target.staged, target.staged.shape[0]
+    """Writes values [64, width], transposed, to 64 outputs of the tile's tokens."""
+    staged = target.staged
     # What was written before may still be on its way out of there.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged.T[...] = values.astype(staged.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(pl.multiple_of(target.number * columns, 8), columns)
+    rows = pl.ds(pl.multiple_of(target.start, 8), staged.shape[0])
     outputs = pl.ds(pl.multiple_of(panel * BLOCK, BLOCK), BLOCK)
     plgpu.copy_smem_to_gmem(staged, target.out.at[rows, outputs])
 
@@ -399,8 +440,8 @@ def _summed_kernel(
             # Asked for one tile ahead, so that no step waits for it.
             next_expert = experts[jnp.minimum(i + 1, experts.shape[0] - 1)]
             source = _Source(expert, row, i * tile.columns, first)
-            filled = _fetch(weights, hidden, memory, source, filled, num_steps, tile)
-            return filled, next_expert
+            _fetch(weights, hidden, memory, source, filled, num_steps, tile, tile.columns)
+            return filled + num_steps, next_expert
 
         filled, _ = jax.lax.fori_loop(0, num_experts, produce, (jnp.int32(0), experts[0]))
         _await_places(memory, filled)
@@ -422,7 +463,7 @@ def _summed(
             slot = jax.lax.rem(number, _stages(memory))
             plgpu.barrier_wait(memory.here.at[slot])
             for i, total in enumerate(sums):
-                tokens = memory.token_ring.at[_tokens_at(slot, tile, i * SIDE, SIDE)]
+                tokens = memory.token_ring.at[_tokens_at(slot, tile, SIDE, i * SIDE)]
                 plgpu.wgmma(total, tokens, memory.weight_ring.at[slot, rows].T)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(memory.free.at[slot])
@@ -492,10 +533,14 @@ def _fetch(
     filled: jax.Array,
     num_steps: jax.Array | int,
     tile: Tile,
-) -> jax.Array:
-    """Fetches a unit's steps as places become free; returns how many were filled so far."""
+    width: int,
+) -> None:
+    """Fetches a unit's steps, the first `width` of its tokens, as places become free.
+
+    Each copy adds its own bytes to what its step's barrier waits for.
+    """
     rows = pl.ds(pl.multiple_of(source.row, 64), tile.block_rows)
-    tokens = pl.ds(_aligned(source.start, 8), tile.columns)
+    tokens = pl.ds(_aligned(source.start, 8), width)
 
     @pl.loop(0, num_steps)
     def _(i: jax.Array) -> None:
@@ -507,10 +552,8 @@ def _fetch(
         plgpu.copy_gmem_to_smem(
             weights.at[source.expert, rows, inputs], memory.weight_ring.at[slot], here
         )
-        target = memory.token_ring.at[_tokens_at(slot, tile)]
+        target = memory.token_ring.at[_tokens_at(slot, tile, width)]
         plgpu.copy_gmem_to_smem(x.at[tokens, inputs], target, here)
-
-    return filled + num_steps
 
 
 def _await_places(memory: _Memory, filled: jax.Array) -> None:
@@ -527,8 +570,9 @@ def _multiplied(
     num_steps: jax.Array | int,
     warpgroup: jax.Array,
     tile: Tile,
+    width: int,
 ) -> jax.Array:
-    """f32[rows, columns], the sum of the steps that follow the first `filled` ones."""
+    """f32[rows, width], the sum of the steps that follow the first `filled` ones."""
     rows = pl.ds(warpgroup * tile.rows, tile.rows)
 
     def release(number: jax.Array) -> None:
@@ -540,7 +584,7 @@ def _multiplied(
             number = filled + i
             slot = jax.lax.rem(number, _stages(memory))
             plgpu.barrier_wait(memory.here.at[slot])
-            tokens = memory.token_ring.at[_tokens_at(slot, tile)]
+            tokens = memory.token_ring.at[_tokens_at(slot, tile, width)]
             plgpu.wgmma(out, memory.weight_ring.at[slot, rows], tokens.T)
             plgpu.wgmma_wait(int(tile.is_late))
             if tile.is_late:
@@ -551,7 +595,7 @@ def _multiplied(
         return out[...]
 
     # Public, though listed in a way that type checkers do not see.
-    out = plgpu.ACC((tile.rows, tile.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    out = plgpu.ACC((tile.rows, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(multiply, out)
     if tile.is_late:
         release(filled + num_steps - 1)
@@ -571,6 +615,6 @@ def _last(numbers: Ref) -> jax.Array:
     return numbers[numbers.shape[0] - 1]
 
 
-def _tokens_at(slot: jax.Array, tile: Tile, start: int = 0, size: int | None = None) -> Any:
-    """Where in the ring a step's tokens lie, or `size` rows from one of them on."""
-    return pl.ds(pl.multiple_of(slot * tile.columns + start, 8), size or tile.columns)
+def _tokens_at(slot: jax.Array, tile: Tile, size: int, start: int = 0) -> Any:
+    """Where in the ring so many of a step's tokens lie, from one of them on."""
+    return pl.ds(pl.multiple_of(slot * tile.columns + start, 8), size)

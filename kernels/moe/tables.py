@@ -7,6 +7,7 @@ within a few lanes; sums up to a place are products with a triangle.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,15 +107,24 @@ def _add_up(counts: jax.Array, sums: Ref, upto: Ref) -> None:
 
 def _first_past(sums: Ref, found: Ref, num_experts: int) -> None:
     """Writes for each number the first expert whose sum [E] is past it, or else the last one."""
-    (size,) = found.shape
     total = _per_column(sums, (SIDE, sums.shape[0]))
+
+    def first(number: jax.Array) -> jax.Array:
+        before = jnp.where(total <= number, 1.0, 0.0).sum(axis=1)
+        return jnp.minimum(before, num_experts - 1.0)
+
+    _write_each(first, total.shape, found)
+
+
+def _write_each(value: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], out: Ref) -> None:
+    """Writes a value for every number, of 64 numbers at a time: f32[64, E], columns equal."""
+    (size,) = out.shape
 
     @pl.loop(0, -(-size // SIDE))
     def _(i: jax.Array) -> None:
         start = jnp.minimum(i * SIDE, size - SIDE)
-        number = (_iota(total.shape, 0) + start).astype(jnp.float32)
-        before = jnp.where(total <= number, 1.0, 0.0).sum(axis=1)
-        found[pl.ds(start, SIDE)] = jnp.minimum(before, num_experts - 1.0).astype(jnp.int32)
+        number = (_iota(shape, 0) + start).astype(jnp.float32)
+        out[pl.ds(start, SIDE)] = value(number).astype(jnp.int32)
 
 
 # --- rows grouped by expert ---
@@ -122,7 +132,7 @@ def _first_past(sums: Ref, found: Ref, num_experts: int) -> None:
 
 def group(
     expert_ids: jax.Array, ids: jax.Array, num_experts: int, num_tiles: int, columns: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gives every choice a row, an expert's rows side by side in tiles of their own.
 
     Args:
@@ -133,17 +143,20 @@ def group(
       columns: rows of a tile, a power of two.
 
     Returns:
-      i32[num_tiles], each tile's expert; i32[E or more], tiles up to each expert; i32[T, k], row
-      of each choice, -1 for one that does not count.
+      i32[num_tiles], each tile's expert; i32[E or more], tiles up to each expert; i32[num_tiles],
+      how many choices each tile holds, in its first rows; i32[T, k], row of each choice, -1 for one
+      that does not count.
     """
     local, counts = _count(ids, round_up(num_experts, SIDE))
-    experts, upto, bases = _place(counts, ids.shape[1] // SIDE, num_experts, num_tiles, columns)
+    experts, upto, held, bases = _place(
+        counts, ids.shape[1] // SIDE, num_experts, num_tiles, columns
+    )
     is_counted = expert_ids < num_experts
     known = jnp.where(is_counted, expert_ids, 0)
     token = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)[:, None]
     base = bases.at[token // SIDE, known].get(mode="promise_in_bounds")
     rows = base + local.at[known, token].get(mode="promise_in_bounds")
-    return experts, upto, jnp.where(is_counted, rows, -1)
+    return experts, upto, held, jnp.where(is_counted, rows, -1)
 
 
 def _count(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -185,19 +198,24 @@ def _count_kernel(ids: Ref, local: Ref, counts: Ref, *, hits: Ref, triangle: Ref
 
 def _place(
     counts: jax.Array, num_blocks: int, num_experts: int, num_tiles: int, columns: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Lays out the tiles.
 
     Returns:
-      i32[num_tiles], each tile's expert; i32[E], tiles up to each; i32[blocks, E], the row of each
-      expert's first choice among a block's tokens.
+      i32[num_tiles], each tile's expert; i32[E], tiles up to each; i32[num_tiles], how many choices
+      each tile holds; i32[blocks, E], the row of each expert's first choice among a block's tokens.
     """
     size = counts.shape[1]
     kernel = plgpu.kernel(
         functools.partial(
             _place_kernel, num_blocks=num_blocks, num_experts=num_experts, columns=columns
         ),
-        out_type=(_out("int32", num_tiles), _out("int32", size), _out("int32", *counts.shape)),
+        out_type=(
+            _out("int32", num_tiles),
+            _out("int32", size),
+            _out("int32", num_tiles),
+            _out("int32", *counts.shape),
+        ),
         kernel_name="moe_place",
         grid=(1,),
         grid_names=("block",),
@@ -213,6 +231,7 @@ def _place_kernel(
     counts: Ref,
     experts: Ref,
     upto: Ref,
+    held: Ref,
     bases: Ref,
     *,
     sums: Ref,
@@ -242,6 +261,8 @@ def _place_kernel(
     num_tiles = num_tiles.astype(jnp.int32).astype(jnp.float32)
     _add_up(jax.lax.broadcast_in_dim(num_tiles, shape, [1]), sums, upto)
     _first_past(sums, experts, num_experts)
+    upto_each = plgpu.load(sums, layout=_MATRIX.reduce(0), optimized=False)
+    _fill(upto_each, num_tiles * float(columns) - total, held, columns)
     corner = (SIDE, SIDE)
     is_before = jnp.where(_iota(corner, 1) < _iota(corner, 0), 1.0, 0.0)
     triangle[...] = is_before.astype(triangle.dtype)
@@ -254,8 +275,21 @@ def _place_kernel(
         bases[rows_of(part)] = rows.astype(jnp.int32)
         return base + found.sum(axis=0)
 
-    upto_each = plgpu.load(sums, layout=_MATRIX.reduce(0), optimized=False)
     jax.lax.fori_loop(0, num_parts, place, (upto_each - num_tiles) * float(columns))
+
+
+def _fill(upto: jax.Array, spare: jax.Array, held: Ref, columns: int) -> None:
+    """Writes how many choices each tile holds: all rows, less what an expert's last one has spare.
+
+    `upto` and `spare` [E] are tiles up to each expert and rows that it leaves free.
+    """
+    shape = (SIDE, upto.shape[0])
+    upto, spare = (jax.lax.broadcast_in_dim(x, shape, [1]) for x in (upto, spare))
+
+    def choices(number: jax.Array) -> jax.Array:
+        return float(columns) - jnp.where(upto == number + 1.0, spare, 0.0).sum(axis=1)
+
+    _write_each(choices, shape, held)
 
 
 def _product(left: Ref, right: Ref) -> jax.Array:

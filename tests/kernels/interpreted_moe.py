@@ -23,11 +23,6 @@ from models import layers
 from tests.kernels import moe_cases
 from tests.kernels.moe_cases import Case
 
-_BLOCKS = 5
-"""Blocks that share out the units: few, so that each has several."""
-_STAGES = 3
-"""Places of a ring: few, so that each is filled several times."""
-
 
 @functools.cache
 def _program(form: str) -> Callable[..., jax.Array]:
@@ -54,7 +49,7 @@ def choose_experts(num_tokens: int, padding: int) -> dict[str, np.ndarray]:
         return *tables.choose(*by_choice, num_experts), *places
 
     found = interpret(call, ids, weights)
-    names = ("of tokens", "chosen", "upto", "tiles", "tiles upto", "rows")
+    names = ("of tokens", "chosen", "upto", "tiles", "tiles upto", "held", "rows")
     return dict(zip(names, found, strict=True))
 
 
@@ -72,10 +67,14 @@ def interpret(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array | N
         return tuple(map(np.asarray, jax.jit(call)(*arrays)))
 
 
+def make_small() -> None:
+    """Makes do with so few blocks and places of a ring that each has several turns."""
+    products.MULTIPROCESSORS, products._MAX_STAGES = 5, 3
+
+
 def main(path: str) -> None:
     """Runs every case."""
-    products.MULTIPROCESSORS = _BLOCKS
-    products._MAX_STAGES = _STAGES
+    make_small()
     found = {}
     for case in moe_cases.VALUES:
         found[str(case)] = run(case, moe_cases.inputs(case))
@@ -93,7 +92,8 @@ def main(path: str) -> None:
         found[f"{choice} ids"], found[f"{choice} weights"] = out
     for case in moe_cases.TABLES:
         found |= {f"{case} {what}": x for what, x in choose_experts(*case).items()}
-    found |= dict(zip(("placed tiles", "placed upto", "placed bases"), place(), strict=True))
+    names = ("placed tiles", "placed upto", "placed held", "placed bases")
+    found |= dict(zip(names, place(), strict=True))
     np.savez(path, **found)
 
 

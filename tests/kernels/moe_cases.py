@@ -157,6 +157,35 @@ def block_counts() -> jax.Array:
     return jnp.asarray(counts)
 
 
+# --- tiles that are not full ---
+
+WIDE = 128
+"""Rows of a tile whose tail is narrower."""
+RAGGED = (0, 1, 31, 32, 33, 100, 128, 129)
+"""Tokens of each expert."""
+
+
+def ragged_inputs() -> tuple[jax.Array, ...]:
+    """Ids of two experts a token, rows of their tiles, gate-up and down weights."""
+    rng = np.random.default_rng(0)
+    hidden_size, width, num_experts = 256, 64, len(RAGGED)
+    halves = np.repeat(np.arange(num_experts), RAGGED).reshape(2, -1)
+    ids = rng.permutation(halves.T)
+    x = rng.standard_normal((tables.SIDE * WIDE, hidden_size))
+    gate_up = rng.standard_normal((num_experts, 2 * width, hidden_size)) * hidden_size**-0.5
+    down = rng.standard_normal((num_experts, hidden_size, width)) * width**-0.5
+    return jnp.asarray(ids, jnp.int32), *(jnp.asarray(a, jnp.bfloat16) for a in (x, gate_up, down))
+
+
+def ragged_tiles() -> list[tuple[int, int]]:
+    """Each tile's expert, and how many tokens it holds."""
+    return [
+        (expert, min(WIDE, count - start))
+        for expert, count in enumerate(RAGGED)
+        for start in range(0, count, WIDE)
+    ]
+
+
 # --- the choice ---
 
 
@@ -250,7 +279,7 @@ SERVED = (
     *((DEEPSEEK, tokens) for tokens in (8, 64, 256)),
     (GLM, 16),
     (GLM, 2048),
-    *((ODD, tokens) for tokens in (64, 200)),
+    *((ODD, tokens) for tokens in (64, 200, 2048)),
 )
 
 
@@ -261,9 +290,12 @@ class Kernel:
     name: str
     size: Size
     num_tokens: int
+    is_whole: bool = False
+    """Whether an expert's last tile is multiplied as if it were full, whatever the formula."""
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.size.name}-tokens{self.num_tokens}"
+        whole = "-whole" if self.is_whole else ""
+        return f"{self.name}-{self.size.name}-tokens{self.num_tokens}{whole}"
 
     @property
     def _columns(self) -> int:
@@ -297,10 +329,11 @@ class Kernel:
         experts = _struct("int32", tiles), _struct("int32", size.num_experts)
         tokens = _struct("bfloat16", max(columns, x.shape[0]), size.hidden_size)
         hidden = _struct("bfloat16", tiles * columns, size.width)
+        grouped = _struct("bfloat16", tiles * columns, size.hidden_size)
         return {
             "shared_gate_up": (gate_up, tokens, *experts, _struct("float32", tiles, columns)),
-            "gate_up": (gate_up, _struct("bfloat16", tiles * columns, size.hidden_size), *experts),
-            "down": (down, hidden, *experts),
+            "gate_up": (gate_up, grouped, *experts, _struct("int32", tiles)),
+            "down": (down, hidden, *experts, _struct("int32", tiles)),
             "summed_down": (down, hidden, *experts),
         }[self.name]
 
@@ -332,10 +365,11 @@ class Kernel:
             return functools.partial(
                 products.summed_down, num_tokens=self.num_tokens, splits=splits, tile=tile
             )
+        tail = columns if self.is_whole else permuted._tails(columns)[0]
         tile: Tile = {
             "shared_gate_up": lambda: unpermuted._gate_up_tile(columns, 2 * size.width),
-            "gate_up": lambda: permuted._tile(columns, 2 * size.width),
-            "down": lambda: permuted._tile(columns, size.hidden_size),
+            "gate_up": lambda: permuted._tile(columns, tail, 2 * size.width),
+            "down": lambda: permuted._tile(columns, tail, size.hidden_size),
         }[self.name]()
         return functools.partial(getattr(products, self.name), tile=tile)
 
@@ -347,6 +381,7 @@ KERNELS = (
         for size, num_tokens in SERVED
         for name in _OF_FORM[size.case(num_tokens).form]
     ),
+    *(Kernel(name, QWEN, 8192, is_whole=True) for name in ("gate_up", "down")),
     *(Kernel("choose", size, num_tokens) for size, num_tokens in ((GLM, 1), (QWEN, 128))),
     *(Kernel("dispatch", size, 256) for size in (QWEN, ODD)),
     *(Kernel("combine", size, 256) for size in (QWEN, GLM)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.moe import api, products, reference, unpermuted
+from kernels.moe import api, permuted, products, reference, unpermuted
 from tests.kernels import interpretation, moe_cases
 from tests.kernels.moe_cases import (
     CHOICES,
@@ -28,6 +28,12 @@ SHARED_BYTES = 232448  # of one block, barriers included. NVIDIA H200.
 def interpreted(tmp_path_factory):
     """Outputs of every case by name."""
     return interpretation.run("interpreted_moe", tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory):
+    """Tiles that are not full, and their products."""
+    return interpretation.run("interpreted_moe_tails", tmp_path_factory.mktemp("ragged"))
 
 
 def error(found, expected):
@@ -109,8 +115,11 @@ def test_chosen_experts_are_those_that_some_token_counts_in_rising_order(interpr
 def test_rows_are_grouped_by_expert_in_tiles_of_one(interpreted, case):
     ids = np.asarray(moe_cases.table_inputs(*case)[0])
     is_real = ids < moe_cases.TABLE_EXPERTS
-    tiles, upto, rows = (interpreted[f"{case} {what}"] for what in ("tiles", "tiles upto", "rows"))
+    names = ("tiles", "tiles upto", "held", "rows")
+    tiles, upto, held, rows = (interpreted[f"{case} {what}"] for what in names)
     assert (rows[~is_real] == -1).all()
+    in_tile = np.bincount(rows[is_real] // moe_cases.TILE, minlength=upto[-1])
+    assert held[: upto[-1]].tolist() == in_tile.tolist()
     counts = np.bincount(ids[is_real], minlength=len(upto))
     assert upto.tolist() == np.cumsum(-(-counts // moe_cases.TILE)).tolist()
     assert upto[-1] <= len(tiles)
@@ -125,16 +134,62 @@ def test_rows_are_grouped_by_expert_in_tiles_of_one(interpreted, case):
 
 def test_blocks_past_those_of_one_matrix_are_placed_after_them(interpreted):
     counts = np.asarray(moe_cases.block_counts())[: moe_cases.PLACED_BLOCKS].astype(int)
-    tiles, upto, bases = (interpreted[f"placed {what}"] for what in ("tiles", "upto", "bases"))
+    names = ("tiles", "upto", "held", "bases")
+    tiles, upto, held, bases = (interpreted[f"placed {what}"] for what in names)
     num_tiles = -(-counts.sum(axis=0) // moe_cases.TILE)
     assert upto.tolist() == np.cumsum(num_tiles).tolist()
     assert tiles[: upto[-1]].tolist() == np.repeat(np.arange(64), num_tiles).tolist()
+    last = np.flatnonzero(np.diff(tiles[: upto[-1]], append=-1))
+    expected = np.full(upto[-1], moe_cases.TILE)
+    expected[last] -= (num_tiles * moe_cases.TILE - counts.sum(axis=0))[num_tiles > 0]
+    assert held[: upto[-1]].tolist() == expected.tolist()
     first = (np.cumsum(num_tiles) - num_tiles) * moe_cases.TILE
     expected = first + np.cumsum(counts, axis=0) - counts
     assert bases[: moe_cases.PLACED_BLOCKS].tolist() == expected.tolist()
 
 
 # --- tiles ---
+
+
+def ragged_rows():
+    """Of tiles that are not full, the rows that hold tokens and those that are multiplied."""
+    row, is_held, is_multiplied = np.arange(moe_cases.WIDE), [], []
+    for _, held in moe_cases.ragged_tiles():
+        is_held.append(row < held)
+        is_multiplied.append(row < -(-held // 32) * 32)
+    return np.concatenate(is_held), np.concatenate(is_multiplied)
+
+
+def test_tiles_of_ragged_experts_hold_their_tokens(ragged):
+    experts, held = ragged["experts"], ragged["held"]
+    tiles = moe_cases.ragged_tiles()
+    assert list(zip(experts.tolist(), held.tolist(), strict=True))[: len(tiles)] == tiles
+    is_held, _ = ragged_rows()
+    assert sorted(ragged["rows"].ravel()) == np.flatnonzero(is_held).tolist()
+
+
+@pytest.mark.parametrize("what", ["hidden", "outputs"])
+def test_narrow_tile_gives_the_bits_of_a_whole_one_and_no_more(ragged, what):
+    is_held, is_multiplied = ragged_rows()
+    narrow, whole = (ragged[f"{what} of {tail}"][: len(is_held)] for tail in (32, moe_cases.WIDE))
+    assert np.isfinite(whole).all()
+    assert (narrow == whole)[is_held].all()
+    # The interpreter's memory is full of NaN until it is written.
+    assert np.isnan(narrow[~is_multiplied]).all()
+
+
+def test_ragged_tiles_give_the_values_of_the_reference(ragged):
+    _, x, gate_up, down = moe_cases.ragged_inputs()
+    ids = np.repeat([expert for expert, _ in moe_cases.ragged_tiles()], moe_cases.WIDE)[:, None]
+    arrays = x[: len(ids)], jnp.asarray(ids), jnp.ones(ids.shape), gate_up, down
+    is_held, _ = ragged_rows()
+    found = ragged["outputs of 32"][: len(ids)]
+    assert error(found[is_held], moe_cases.expected(arrays)[is_held]) < 2**-7
+
+
+@pytest.mark.parametrize(("columns", "widths"), [(64, (64,)), (128, (32, 64, 96, 128))])
+def test_only_wide_tiles_have_tails(columns, widths):
+    assert permuted._tile(columns, permuted._tails(columns)[0], 256).widths == widths
 
 
 @pytest.mark.parametrize("columns", [8, 16, 32, 64, 128])

@@ -187,7 +187,7 @@ def test_norm_and_product_of_more_tokens_or_few_outputs_have_no_choice(size):
     assert linear.normed.tunable.candidates(shape | size) == ()
 
 
-@pytest.mark.parametrize("tokens", [8, 32, 64, 256])
+@pytest.mark.parametrize("tokens", [8, 32, 64, 256, 2048])
 def test_experts_are_tuned_in_both_forms_and_no_two_candidates_are_alike(tokens):
     size = moe_cases.QWEN
     structs = size.case(tokens).structs
@@ -236,7 +236,7 @@ def test_the_wheel_holds_the_files():
 
 def test_table_is_written_as_it_is_read(tmp_path):
     other = Entry("moe.experts", dict.fromkeys(tuning.OPS["moe.experts"].shape, 8),
-                  Choice.of("permuted", columns=32), 1.5, 2.0, "then")  # fmt: skip
+                  Choice.of("permuted", columns=32, tail=32), 1.5, 2.0, "then")  # fmt: skip
     both = table(ONE).replaced(other.op, other.shape, other)
     again = tuning.read(written(tmp_path, both.text()))
     assert again.entries == both.entries and again.text() == both.text()

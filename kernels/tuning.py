@@ -67,10 +67,11 @@ _FIGURES = ("us", "formula_us", "measured")
 _PAGED_SIZES = ("rows", "queries", "num_kv_heads", "group",
                 "head_dim", "page_size", "pages", "window")  # fmt: skip
 _ONE_TOKEN = {"mosaic": ("depth",), "registers": ("depth",)}
+_PREFETCHED = dict.fromkeys(("prefetched", "registers_prefetched"), ("depth", "prefetch"))
 _MOE_SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size")
 OPS: Mapping[str, Fields] = {
     "attention.decode": Fields(_PAGED_SIZES, {"mosaic": ("splits",)}),
-    "attention.decode_times": Fields((*_PAGED_SIZES, "outputs"), _ONE_TOKEN),
+    "attention.decode_times": Fields((*_PAGED_SIZES, "outputs"), _ONE_TOKEN | _PREFETCHED),
     "mla.decode": Fields(
         ("rows", "queries", "num_heads", "latent", "page_size", "pages"), {"mosaic": ("splits",)}
     ),

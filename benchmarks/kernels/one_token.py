@@ -44,9 +44,8 @@ ATTENTION = {"8B": (8, 4, 4096), "30B": (4, 8, 2048)}
 KEYS = (300, 1000, 8000)
 PAGE_SIZE = 64
 LOOK = {"scale": 128**-0.5, "window": None, "block_pages": 128, "block_bytes": 2**29}
-CHOICES = {f"{one.form}_{dict(one.settings)['depth']}": one for one in one_token.choices((64, 128))}
+CHOICES = one_token.choices((64, 128))
 """Every way to do it in one kernel."""
-WAYS: dict[str, Choice | None] = {**CHOICES, "apart": None}
 CHAIN = 24
 _SAMPLE_SECONDS = 0.03
 _ROUNDED_TWICE = 2.0**-7
@@ -67,13 +66,19 @@ def inputs(form: str, size: int, outputs: int, parts: int, magnitude: float = 1.
     )
 
 
-def _op_of(op: Dispatch, apart: Callable[..., Any], way: str) -> Callable[..., Any]:
-    choice = WAYS[way]
-    return apart if choice is None else functools.partial(op, choice=choice)
+def _op_of(op: Dispatch, apart: Callable[..., Any], way: Choice | None) -> Callable[..., Any]:
+    """None: apart."""
+    return apart if way is None else functools.partial(op, choice=way)
+
+
+def _named(way: Choice | None) -> str:
+    if way is None:
+        return "apart"
+    return "_".join([way.form or "", *(str(n) for _, n in way.settings)])
 
 
 @functools.partial(jax.jit, static_argnames=("form", "way"))
-def call(*arrays: jax.Array, form: str, way: str) -> Any:
+def call(*arrays: jax.Array, form: str, way: Choice | None) -> Any:
     """Sum, norm and product."""
     op = _op_of(api.normed, api.apart, way)
     return op(*arrays, form=form, scale_at=SCALE_AT, eps=EPS, kernels="mosaic")
@@ -84,7 +89,7 @@ def check_values() -> Checks:
     for name, (form, size, outputs, parts) in SIZES.items():
         for magnitude in (1.0, 1e-12, 1e6):
             arrays = inputs(form, size, outputs, parts, magnitude)
-            apart = call(*arrays, form=form, way="apart")
+            apart = call(*arrays, form=form, way=None)
             for way in CHOICES:
                 before = api.normed.counts["apart"]
                 holds, figure = _compared(form, call(*arrays, form=form, way=way), apart, arrays[3])
@@ -122,8 +127,15 @@ def attention_inputs(kv_heads: int, group: int, outputs: int, keys: int) -> Any:
     )
 
 
+def _attention_ways(*arrays: Any) -> tuple[Choice, ...]:
+    """Every way to merge in the product, with its weights prefetched and without."""
+    tunable = attention.decode_times.tunable
+    assert tunable is not None
+    return tunable.candidates(tunable.shape(*arrays, window=None))
+
+
 @functools.partial(jax.jit, static_argnames="way")
-def attend(*arrays: jax.Array, way: str) -> jax.Array:
+def attend(*arrays: jax.Array, way: Choice | None) -> jax.Array:
     """The product, its parts added up."""
     op = _op_of(attention.decode_times, attention.apart, way)
     return functools.reduce(jnp.add, list(op(*arrays, kernels="mosaic", **LOOK)))
@@ -134,9 +146,10 @@ def check_attention() -> Checks:
     for name, sizes in ATTENTION.items():
         for keys in KEYS:
             arrays = attention_inputs(*sizes, keys)
-            apart = np.asarray(attend(*arrays, way="apart"))
+            apart = np.asarray(attend(*arrays, way=None))
             before = attention.decode_times.counts["apart"]
-            found = [np.asarray(attend(*arrays, way=way)) for way in CHOICES for _ in range(10)]
+            ways = _attention_ways(*arrays)
+            found = [np.asarray(attend(*arrays, way=way)) for way in ways for _ in range(10)]
             error = harness.worst_error(found[0], apart)
             same = all(np.array_equal(one, found[0]) for one in found)
             is_covered = attention.decode_times.counts["apart"] == before
@@ -163,7 +176,7 @@ def _chain(
     vectors: jax.Array,
     weights: list[jax.Array],
     form: str,
-    way: str,
+    way: Choice | None,
 ) -> list[jax.Array]:
     """Every product: one that nobody reads would not be made."""
     op, products = _op_of(api.normed, api.apart, way), []
@@ -184,7 +197,7 @@ def _chain(
 
 
 @functools.partial(jax.jit, static_argnames="way")
-def _attention_chain(*arrays: Any, way: str) -> list[jax.Array]:
+def _attention_chain(*arrays: Any, way: Choice | None) -> list[jax.Array]:
     q, pool, table, positions, kv_lens, weights = arrays
     op, products = _op_of(attention.decode_times, attention.apart, way), []
     for weight in weights:
@@ -201,10 +214,10 @@ def measured_attention(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
             *arrays, weight = attention_inputs(*sizes, keys)
             weights = [weight + i for i in range(CHAIN)]
             figures: dict[str, Any] = {"attention": name, "keys": keys}
-            for way in WAYS:
+            for way in (*_attention_ways(*arrays, weight), None):
                 run = functools.partial(_attention_chain, *arrays, weights, way=way)
                 seconds = harness.seconds(run, _SAMPLE_SECONDS) / CHAIN
-                figures[f"{way}_us"] = round(1e6 * seconds, 2)
+                figures[f"{_named(way)}_us"] = round(1e6 * seconds, 2)
             if ceilings:
                 read = weight.nbytes + 2 * keys * sizes[0] * 128 * 2
                 figures["floor_us"] = round(1e6 * read / ceilings.read_bytes_per_second, 2)
@@ -218,9 +231,10 @@ def measured(ceilings: Ceilings | None) -> Iterable[dict[str, Any]]:
         *arrays, weight = inputs(form, *sizes)
         weights = [weight + i for i in range(CHAIN)]
         figures: dict[str, Any] = {"product": name}
-        for way in WAYS:
+        for way in (*CHOICES, None):
             run: Callable[[], Any] = functools.partial(_chain, *arrays, weights, form, way)
-            figures[f"{way}_us"] = round(1e6 * harness.seconds(run, _SAMPLE_SECONDS) / CHAIN, 2)
+            seconds = harness.seconds(run, _SAMPLE_SECONDS) / CHAIN
+            figures[f"{_named(way)}_us"] = round(1e6 * seconds, 2)
         if ceilings:
             floor = weight.nbytes / ceilings.read_bytes_per_second
             figures["floor_us"] = round(1e6 * floor, 2)

@@ -62,6 +62,9 @@ decode_times = Dispatch(
     [
         ("mosaic", mosaic_decode.times),
         ("registers", functools.partial(mosaic_decode.times, from_registers=True)),
+        # As the first two, with weights prefetched; how many is a setting.
+        ("prefetched", mosaic_decode.times),
+        ("registers_prefetched", functools.partial(mosaic_decode.times, from_registers=True)),
         ("apart", apart),
     ],
     Tunable(mosaic_decode.times_shape_of, mosaic_decode.times_candidates),

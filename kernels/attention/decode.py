@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,8 @@ _MOST_BLOCKS = 8 * _MIN_BLOCKS
 """More blocks than this are tried only where rows are not split."""
 _COPIED = 4
 """Float32 numbers of the smallest copy."""
+_PREFETCHED_MB = (8, 16, 24)
+"""About what memory gives while one row is attended to; never more than half the H200's cache."""
 _PAGE_SIZES = (8, 16, 32, 64)
 _MAX_QUERIES = 8
 
@@ -66,6 +69,10 @@ class _Plan:
     soft_cap: float | None = None
     chosen_splits: int | None = None
     """None: by formula."""
+    product: few_tokens.Plan | None = None
+    """Of the product that comes next, where its weights are prefetched."""
+    prefetch: int = 0
+    """MB of them."""
 
     @property
     def columns(self) -> int:
@@ -150,7 +157,7 @@ def decode(
     del block_pages, block_bytes  # the kernel gathers nothing
     look = {"scale": scale, "window": window, "soft_cap": soft_cap, "chosen_splits": splits}
     plan = _planned(q, pool, page_table, kernels, look)
-    out = _called(q, pool, page_table, positions, kv_lens, plan)
+    out = _called(q, pool, page_table, positions, kv_lens, plan=plan)
     whole = out[0] if plan.splits == 1 else _merged(out[0], out[1], plan)
     return whole.reshape(q.shape) if plan.queries == 1 else _ungrouped(whole, plan)
 
@@ -169,12 +176,13 @@ def times(
     block_pages: int,
     block_bytes: int,
     soft_cap: float | None = None,
-    depth: int | None = None,
-    from_registers: bool = False,
+    prefetch: int = 0,
+    **way: Any,
 ) -> jax.Array:
     """Attends one query, whose splits are merged where they are multiplied; see `api.apart`.
 
-    The last two say how: see `one_token.merged`.
+    `prefetch`: MB of the weight, at most, that go to the second-level cache while pages are
+    attended to. `way`: how to multiply, see `one_token.merging`.
 
     Raises:
       NotImplementedError: the call is outside what the kernels cover.
@@ -190,14 +198,17 @@ def times(
         raise NotImplementedError(
             f"{plan.group} queries share a kv head, not a multiple of {_COPIED}"
         )
-    values, logs = _called(q, pool, page_table, positions, kv_lens, plan)
+    num_heads = plan.num_kv_heads * plan.group
+    product = one_token.merging(num_heads, plan.head_dim, weight, kernels=kernels, **way)
+    weights = ()
+    if prefetch:
+        plan, weights = dataclasses.replace(plan, product=product, prefetch=prefetch), (weight,)
+    values, logs = _called(q, pool, page_table, positions, kv_lens, *weights, plan=plan)
     return one_token.merged(
         values.reshape(plan.splits, -1, plan.head_dim),
         logs.reshape(plan.splits, -1),
         weight,
-        kernels=kernels,
-        depth=depth,
-        from_registers=from_registers,
+        product,
     )
 
 
@@ -225,6 +236,7 @@ def _called(
     page_table: jax.Array,
     positions: jax.Array,
     kv_lens: jax.Array,
+    *weights: jax.Array,
     plan: _Plan,
 ) -> list[jax.Array]:
     """What `_attend` gives."""
@@ -238,7 +250,7 @@ def _called(
     # the layers share them.
     page_halves = page_table * (2 * plan.num_kv_heads)
     lengths = jnp.concatenate([kv_lens[:, None], positions], axis=1)
-    return _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, plan)
+    return _attend(flat, pool.reshape(-1, head_dim), page_halves, lengths, *weights, plan=plan)
 
 
 def shape_of(
@@ -264,7 +276,9 @@ def shape_of(
 
 def candidates(shape: Shape) -> tuple[Choice, ...]:
     """Numbers of splits, the formula's first."""
-    sizes = {name: size for name, size in shape.items() if name not in ("pages", "window")}
+    sizes: dict[str, Any] = {
+        name: size for name, size in shape.items() if name not in ("pages", "window")
+    }
     plan = _Plan(**sizes, width=shape["pages"], scale=1.0, window=shape["window"] or None)
     powers = [1 << i for i in range(_MAX_SPLITS.bit_length())]
     tried = [n for n in powers if n <= plan.tiles and (n == 1 or n * plan.blocks <= _MOST_BLOCKS)]
@@ -278,11 +292,18 @@ def times_shape_of(*arrays: jax.Array, window: int | None, **_: object) -> Shape
 
 
 def times_candidates(shape: Shape) -> tuple[Choice, ...]:
-    """Both ways to multiply one query's attention, and depths."""
+    """Both ways to multiply one query's attention, and depths; at the first one, prefetched MB."""
     if shape["rows"] * shape["queries"] > 1:
         return ()
-    depths = few_tokens.depths("parts", 1)
-    return one_token.choices([depth for depth in depths if depth <= shape["head_dim"]])
+    depths = [n for n in few_tokens.depths("parts", 1) if n <= shape["head_dim"]]
+    weights = shape["num_kv_heads"] * shape["group"] * shape["head_dim"] * shape["outputs"]
+    prefetched = [
+        Choice.of(form, depth=depths[0], prefetch=n)
+        for form in ("prefetched", "registers_prefetched")
+        for n in _PREFETCHED_MB
+        if n * 2**20 <= 2 * weights
+    ]
+    return (*one_token.choices(depths), *prefetched)
 
 
 def _decline(q: jax.Array, pool: jax.Array, kernels: str) -> None:
@@ -322,13 +343,14 @@ def _attend(
     pool: jax.Array,
     page_halves: jax.Array,
     lengths: jax.Array,
+    *weights: jax.Array,
     plan: _Plan,
 ) -> list[jax.Array]:
     """q [blocks * stride, H] against pool [P * K * 2 * page_size, H] -> [blocks * stride, H].
 
     Of several splits f32[S * blocks * stride, H], normalised, and log2 of the weights that they are
     merged with, where that `is_dense` one a row of it, else [S * blocks, C]. `lengths`
-    i32[R, 1 + Q]: keys of a row, then the positions of its queries.
+    i32[R, 1 + Q]: keys of a row, then the positions of its queries. `weights`: what is prefetched.
     """
     columns, head_dim, splits = plan.columns, plan.head_dim, plan.splits
     is_whole = splits == 1
@@ -343,7 +365,7 @@ def _attend(
             logs["logs"] = plgpu.SMEM((columns,), jnp.float32)
     arrivals = 1 if plan.pages_per_tile == 1 else 2 * plan.pages_per_tile
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(_prefetching_kernel if plan.prefetch else _kernel, plan=plan),
         out_type=out_types,
         kernel_name="paged_decode",
         # The last axis runs fastest: the heads of one row, whose pages lie side by side.
@@ -363,7 +385,7 @@ def _attend(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )
-    return kernel(q, pool, page_halves, lengths)
+    return kernel(q, pool, page_halves, lengths, *weights)
 
 
 def _merged(values: jax.Array, logs: jax.Array, plan: _Plan) -> jax.Array:
@@ -395,8 +417,12 @@ def _kernel(
     kv_here: Ref,
     logs: Ref | None = None,
     plan: _Plan,
+    meanwhile: Callable[[jax.Array], None] | None = None,
 ) -> None:
-    """One block: the tiles `split`, `split + splits`, ... of a row, for one kv head's columns."""
+    """One block: the tiles `split`, `split + splits`, ... of a row, for one kv head's columns.
+
+    `meanwhile` is told the block's number as soon as its first pages are on their way.
+    """
     split, row, cut_head = (jax.lax.axis_index(name) for name in ("split", "row", "head"))
     head, cut = div_rem(cut_head, plan.cuts)
     block = row * (plan.num_kv_heads * plan.cuts) + cut_head
@@ -422,6 +448,8 @@ def _kernel(
     plgpu.copy_gmem_to_smem(q.at[pl.ds(block * plan.stride, plan.columns)], q_raw, q_here)
     for stage, pages in enumerate(first_pages):
         pl.when(stage < num_tiles)(functools.partial(fetch, stage, pages))
+    if meanwhile is not None:
+        meanwhile(split * plan.blocks + block)
     plgpu.barrier_wait(q_here)
     # A swizzled copy could start at multiples of 8 rows only, a group starts anywhere.
     q_tile.T[...] = plgpu.load(q_raw.T, layout=SCORES, optimized=False)
@@ -460,6 +488,24 @@ def _kernel(
     if logs is not None:
         plgpu.copy_smem_to_gmem(logs.at[filled], split_logs[0].at[places])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _prefetching_kernel(
+    q: Ref,
+    pool: Ref,
+    page_halves: Ref,
+    lengths: Ref,
+    weight: Ref,
+    *rest: Ref,
+    plan: _Plan,
+    **scratch: Ref,
+) -> None:
+    """The same, which leaves the memory nearly idle: each block prefetches as many weights."""
+    assert plan.product is not None
+    meanwhile = functools.partial(
+        few_tokens.prefetch, weight, plan.product, plan.prefetch, plan.splits * plan.blocks
+    )
+    _kernel(q, pool, page_halves, lengths, *rest, plan=plan, meanwhile=meanwhile, **scratch)
 
 
 def _first_tile(query_at: list[jax.Array], plan: _Plan) -> jax.Array | int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.mosaic import SWIZZLED, SWIZZLED_FLOATS, Ref, round_up
+from kernels.mosaic import SWIZZLED, SWIZZLED_FLOATS, Ref, div_rem, round_up
 from kernels.tuning import Choice, Shape, rung
 
 MAX_TOKENS = 64
@@ -79,6 +79,12 @@ class Plan:
     def num_steps(self) -> int:
         """Of all splits."""
         return self.inputs // self.depth
+
+    def copies_of(self, megabytes: int) -> int:
+        """Copies of weights within so much memory: whole steps of all blocks, in each as many."""
+        of_step = self.halves * self.outputs // WIDTH * self.splits
+        steps = megabytes * 2**20 // (of_step * self.depth * WIDTH * 2)
+        return min(steps, self.num_steps // self.splits) * of_step
 
     @property
     def token_bytes(self) -> tuple[int, int]:
@@ -327,13 +333,14 @@ class Share:
 def own_share(plan: Plan) -> Share:
     """Of the block that asks."""
     panel, split = jax.lax.axis_index("panel"), jax.lax.axis_index("split")
-    first, end = (
-        jax.lax.div(number * plan.num_steps, jnp.int32(plan.splits))
-        for number in (split, split + 1)
-    )
+    first, end = (_first_step(number, plan) for number in (split, split + 1))
     # A start that is not known is not checked against the tokens: past them zeros come.
     start = pl.multiple_of(jax.lax.div(split, jnp.int32(plan.splits)) * 8, 8)
     return Share(panel, split, first, end - first, pl.ds(start, plan.rows))
+
+
+def _first_step(split: jax.Array, plan: Plan) -> jax.Array:
+    return jax.lax.div(split * plan.num_steps, jnp.int32(plan.splits))
 
 
 def _kernel(x: Ref, weight: Ref, out: Ref, token_ring: Ref, *, plan: Plan, **scratch: Ref) -> None:
@@ -383,6 +390,33 @@ def fetch(
     @pl.loop(jnp.maximum(share.num_steps - plan.stages, 0), share.num_steps)
     def _(i: jax.Array) -> None:
         plgpu.barrier_wait(memory.free.at[slot_of(i, plan)])
+
+
+def prefetch(weight: Ref, plan: Plan, megabytes: int, num_blocks: int, block: jax.Array) -> None:
+    """Brings what `fetch` will copy first to the second-level cache, for a kernel yet to start.
+
+    Args:
+      weight: of that kernel.
+      plan: of that kernel.
+      megabytes: at most, of the whole weight.
+      num_blocks: of the kernel that runs meanwhile, which share the work.
+      block: the one that asks.
+    """
+    num_copies = plan.copies_of(megabytes)
+
+    @pl.loop(0, -(-num_copies // num_blocks))
+    def _(i: jax.Array) -> None:
+        number = block + i * num_blocks
+        inputs, column = copied(number, plan)
+        source = weight.at[pl.ds(inputs, plan.depth), pl.ds(column, WIDTH)]
+        plgpu.async_prefetch(source, predicate=number < num_copies)
+
+
+def copied(number: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """First input and column of a copy, where the first steps of all blocks are counted first."""
+    step_split, panel = div_rem(number, plan.halves * plan.outputs // WIDTH)
+    step, split = div_rem(step_split, plan.splits)
+    return (_first_step(split, plan) + step) * plan.depth, panel * WIDTH
 
 
 def multiplied(

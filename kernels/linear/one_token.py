@@ -96,32 +96,28 @@ def normed(
     return total, token, out.reshape(shape)
 
 
-def merged(
-    values: jax.Array,
-    logs: jax.Array,
+def merging(
+    num_heads: int,
+    head_dim: int,
     weight: jax.Array,
     *,
     kernels: str,
     depth: int | None = None,
     from_registers: bool = False,
-) -> jax.Array:
-    """Merges the splits of one query's attention and multiplies what comes of it.
+) -> _Plan:
+    """How `merged` multiplies one query's attention.
 
     Args:
-      values: f32[splits, N, H], normalised.
-      logs: f32[splits, N], log2 of what each weighs.
+      num_heads: N.
+      head_dim: H.
       weight: [N * H, D].
       kernels: what the device can run.
       depth: inputs of one step, at most those of a head; None: by formula.
       from_registers: whether a step's rows stay in registers.
 
-    Returns:
-      Parts f32[S, 1, D] of the product, see `reference.parts`.
-
     Raises:
       NotImplementedError: the call is outside what the kernel covers.
     """
-    _, num_heads, head_dim = values.shape
     token = jax.ShapeDtypeStruct((1, num_heads * head_dim), jnp.bfloat16)
     plan, _ = few_tokens.planned("parts", token, weight, kernels, depth)
     heads, rest = divmod(num_heads, plan.splits)
@@ -130,9 +126,24 @@ def merged(
             f"{num_heads} heads in {plan.splits} splits, not {_WARPS} or a multiple in each"
         )
     plan = dataclasses.replace(plan, depth=min(plan.depth, head_dim))
-    plan = _Plan(**dataclasses.asdict(plan), kept=heads * head_dim, from_registers=from_registers)
-    kernel = _kernel_of(plan, _merged_kernel, plan.out_type, (heads, head_dim), "merged")
-    return kernel(values, logs, weight)
+    return _Plan(**dataclasses.asdict(plan), kept=heads * head_dim, from_registers=from_registers)
+
+
+def merged(values: jax.Array, logs: jax.Array, weight: jax.Array, plan: _Plan) -> jax.Array:
+    """Merges the splits of one query's attention and multiplies what comes of it.
+
+    Args:
+      values: f32[splits, N, H], normalised.
+      logs: f32[splits, N], log2 of what each weighs.
+      weight: [N * H, D].
+      plan: what `merging` gives.
+
+    Returns:
+      Parts f32[S, 1, D] of the product, see `reference.parts`.
+    """
+    head_dim = values.shape[-1]
+    token = (plan.kept // head_dim, head_dim)
+    return _kernel_of(plan, _merged_kernel, plan.out_type, token, "merged")(values, logs, weight)
 
 
 def shape_of(

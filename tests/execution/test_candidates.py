@@ -176,7 +176,8 @@ ONE_TOKEN = (
 def test_one_token_is_timed_with_what_makes_it(job):
     assert tuple(job.shape) == tuning.OPS[job.op].shape
     programs = timing.programs_of(job)
-    assert [choice.form for choice in job.candidates] == ["mosaic"] * 2 + ["registers"] * 2
+    forms = [choice.form for choice in job.candidates]
+    assert forms[:4] == ["mosaic"] * 2 + ["registers"] * 2
     traced = [timing._traced(job, programs, choice) for choice in job.candidates]
     assert len({str(one.jaxpr) for (one,) in traced}) == len(job.candidates)
     assert job.layer_bytes > 2 * programs[0].layer[-1].size - 1

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from tests.kernels import (
+    decode_cases,
     linear_cases,
     mla_decode_cases,
     mla_prefill_cases,
@@ -55,6 +56,11 @@ DECODE_TIMES = (
         dataclasses.replace(case, choice=choice)
         for case in _SERVED_TIMES[:2]
         for choice in linear_cases.REGISTERS
+    ),
+    *(
+        dataclasses.replace(case, choice=choice)
+        for case in _SERVED_TIMES
+        for choice in decode_cases.PREFETCHED
     ),
 )
 CHUNKS = ((300, 700), (100, 0))
@@ -164,6 +170,7 @@ def assemble(
         "shared": max(numbers(r"smem_scratch_bytes=(\d+)", resources)),
         "is_serialized": any("serializ" in text.lower() for text in reports),
         "leaves_registers": any(_leaves_registers(code) for code in codes),
+        "prefetches": sum(code.count("cp.async.bulk.prefetch.tensor") for code in codes),
     }
 
 

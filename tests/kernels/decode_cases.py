@@ -178,6 +178,10 @@ VALUES = (
     Case((200, 66, 0), group=3, soft_cap=4.0, num_kv_heads=1),
     Case((129, 70), queries=2, group=4, soft_cap=0.5, window=40, num_kv_heads=1),
 )
+PREFETCHED = tuple(
+    Choice.of(form, depth=128, prefetch=16) for form in ("prefetched", "registers_prefetched")
+)
+"""Weights of the product come nearer while pages are attended to."""
 GUARDED = Case((65, 70, 3), group=3, num_kv_heads=1)
 """Run clean, with other bystanders, and with a NaN."""
 TIMES = (

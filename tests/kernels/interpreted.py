@@ -54,10 +54,13 @@ def main(path: str) -> None:
     one_token._ROWS_IN_REGISTERS = False
     for times in decode_cases.TIMES:
         kept = dataclasses.replace(times, choice=Choice("registers"))
+        ahead = dataclasses.replace(times, choice=Choice.of("prefetched", prefetch=1))
         found[f"{times} registers"] = interpret(kept.call("mosaic"), times.arrays)
+        found[f"{times} prefetched"] = interpret(ahead.call("mosaic"), times.arrays)
         found[f"{times} together"] = interpret(times.call("mosaic"), times.arrays)
         found[f"{times} apart"] = interpret(times.call("mosaic", api.apart), times.arrays)
-    found["times"] = np.array([api.decode_times.counts[way] for way in ("mosaic", "registers")])
+    forms = ("mosaic", "registers", "prefetched")
+    found["times"] = np.array([api.decode_times.counts[form] for form in forms])
     np.savez(path, **found)
 
 

@@ -1,5 +1,6 @@
 """Decode attention: the kernel's values, interpreted, what it takes and what it declines."""
 
+import dataclasses
 import types
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.execution.runner import device_profile
 from kernels.attention import api, decode
+from kernels.tuning import FORMULA, Choice
 from models import attention
 from models.batch import Batch, Tiling
 from tests.kernels import decode_cases, interpretation
@@ -63,12 +65,13 @@ def test_splits_that_are_merged_in_the_product_give_the_values_of_those_merged_b
     # A step of fewer inputs adds up in another order.
     np.testing.assert_allclose(together, apart, rtol=0, atol=1e-6)
     assert together.shape[1:] == (1, case.outputs) and together.all()
-    assert interpreted["times"].tolist() == [len(TIMES)] * 2
+    assert interpreted["times"].tolist() == [len(TIMES)] * 3
 
 
 @pytest.mark.parametrize("case", TIMES, ids=str)
-def test_merged_splits_that_are_multiplied_from_registers_give_the_same_bits(interpreted, case):
-    found = interpreted[f"{case} registers"]
+@pytest.mark.parametrize("form", ["registers", "prefetched"])
+def test_merged_splits_that_are_multiplied_otherwise_give_the_same_bits(interpreted, case, form):
+    found = interpreted[f"{case} {form}"]
     np.testing.assert_array_equal(found, interpreted[f"{case} together"])
 
 
@@ -196,6 +199,20 @@ def test_a_product_that_is_not_covered_is_made_apart(attention, outputs, reason)
     before = api.decode_times.counts["apart"]
     jax.eval_shape(case.call(kernels), *case.structs)
     assert api.decode_times.counts["apart"] == before + 1
+
+
+def test_weights_are_prefetched_by_choice_alone():
+    case = Times(Case((1000,), num_kv_heads=8), outputs=4096)
+
+    def traced(choice: Choice) -> str:
+        call = dataclasses.replace(case, choice=choice).call("mosaic")
+        return str(jax.make_jaxpr(call)(*case.structs))
+
+    formula = traced(FORMULA)
+    assert "async_prefetch" not in formula
+    assert formula == traced(Choice.of("mosaic", depth=128))
+    for choice in decode_cases.PREFETCHED:
+        assert traced(choice).count("async_prefetch") == 1
 
 
 def test_other_dtypes_and_pools_past_32_bits_are_declined():

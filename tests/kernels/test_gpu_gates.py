@@ -8,7 +8,7 @@ import math
 import pytest
 
 from models.batch import Tiling
-from tests.kernels import assembled, compiled, compiled_moe
+from tests.kernels import assembled, compiled, compiled_moe, decode_cases
 
 # Of one multiprocessor, 1 KB for each block aside. NVIDIA H200.
 REGISTERS = 65536
@@ -60,6 +60,15 @@ def test_served_decode_shares_a_multiprocessor_between_two_blocks(reports):
     report = reports["decode"][str(assembled.DECODE[0])]
     assert blocks_at_once(report) == 2
     assert report["registers"] <= 64
+
+
+def test_weights_are_prefetched_as_often_as_planned(reports):
+    """Of 16 MB a copy is 16 KB, and the blocks of attention share them."""
+    splits = {1000: 8, 8192: 16}
+    for case in assembled.DECODE_TIMES:
+        blocks = splits[case.attention.kv_lens[0]] * case.attention.num_kv_heads
+        expected = 1024 // blocks if case.choice in decode_cases.PREFETCHED else 0
+        assert reports["decode_times"][str(case)]["prefetches"] == expected, case
 
 
 def test_served_qkv_shares_a_multiprocessor_between_enough_blocks(reports):

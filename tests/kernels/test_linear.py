@@ -96,6 +96,28 @@ def test_reference_of_several_outputs_is_the_product_of_each():
     np.testing.assert_array_equal(only, reference.product(x, weight[:, 0]))
 
 
+# --- weights that are prefetched ---
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "megabytes", "steps"),
+    [(4096, 4096, 8, 4), (4096, 4096, 24, 12), (4096, 2048, 24, 8), (1664, 64, 9, 4)],
+)
+def test_first_steps_of_every_block_are_prefetched_first(inputs, outputs, megabytes, steps):
+    token, weight = Case("parts", 1, inputs, outputs).structs
+    plan, _ = few_tokens.planned("parts", token, weight, "mosaic")
+    count = plan.copies_of(megabytes)
+    assert count * plan.depth * few_tokens.WIDTH * 2 <= megabytes * 2**20
+    first_inputs, columns = map(np.asarray, few_tokens.copied(jnp.arange(count), plan))
+    num_blocks = outputs // few_tokens.WIDTH * plan.splits
+    found = first_inputs.reshape(steps, num_blocks) // plan.depth
+    starts = [split * plan.num_steps // plan.splits for split in range(plan.splits)]
+    own = np.repeat(starts, num_blocks // plan.splits)
+    np.testing.assert_array_equal(found, own + np.arange(steps)[:, None])
+    panels = np.arange(0, outputs, few_tokens.WIDTH)
+    np.testing.assert_array_equal(columns, np.tile(panels, steps * plan.splits))
+
+
 # --- parts of more tokens ---
 
 

@@ -180,6 +180,24 @@ def test_one_token_is_tuned_in_both_forms_and_no_two_candidates_are_alike(op):
     assert len(set(texts)) == len(candidates)
 
 
+@pytest.mark.parametrize(("outputs", "megabytes"), [(64, ()), (2048, (8, 16)), (4096, (8, 16, 24))])
+def test_attention_prefetches_up_to_the_weight_that_it_is_multiplied_with(
+    tmp_path, outputs, megabytes
+):
+    case = decode_cases.Times(decode_cases.Case((512,), num_kv_heads=8), outputs)
+    op, tunable = "attention.decode_times", TUNED["attention.decode_times"].tunable
+    shape = tunable.shape(*case.structs, **case.call("mosaic").keywords)
+    prefetched = tunable.candidates(shape)[4:]
+    assert prefetched == tuple(
+        Choice.of(form, depth=128, prefetch=n)
+        for form in ("prefetched", "registers_prefetched")
+        for n in megabytes
+    )
+    for choice in prefetched:
+        kept = tuning.read(written(tmp_path, table(choice, op, shape).text()))
+        assert kept.choice(op, shape, tunable.candidates) == choice
+
+
 @pytest.mark.parametrize("size", [{"tokens": 2}, {"outputs": 64}])
 def test_norm_and_product_of_more_tokens_or_few_outputs_have_no_choice(size):
     shape = {"tokens": 1, "halves": 1, "inputs": 256, "outputs": 4096}

@@ -1,8 +1,9 @@
 """The two proofs of the id contract, made at every start: what a step may read, and that it does.
 
-Structural: from the jaxpr of each program and its compiled text. Dynamic: three runs of each
-program with decode rows on the serving device, with the truth on the host (A), nowhere (B) and on
-the device only (C). C must equal A bit for bit and B must differ.
+Structural: from the jaxpr of each program, where it is traced, and from its compiled text. A
+program that was kept and is loaded had passed the former: no other is kept. Dynamic: three runs of
+each program with decode rows on the serving device, with the truth on the host (A), nowhere (B)
+and on the device only (C). C must equal A bit for bit and B must differ.
 """
 
 from __future__ import annotations

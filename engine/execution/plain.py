@@ -60,8 +60,8 @@ def _value(data: Any) -> Any:
     module, name = data["class"]
     if not _is_ours(module):
         raise TypeError(f"{module}.{name} is no class of this code")
-    kind: Any = getattr(importlib.import_module(module), name)
-    if not dataclasses.is_dataclass(kind):
+    kind = getattr(importlib.import_module(module), name)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise TypeError(f"{module}.{name} is no dataclass")
     return kind(**{field: _value(item) for field, item in data["fields"].items()})
 

@@ -142,15 +142,17 @@ class _Process:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.execution.helper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            start_new_session=True,  # Ctrl-C is for this process, which then ends its helpers
-        )
+        with contextlib.ExitStack() as undo:
+            self._errors = undo.enter_context(tempfile.TemporaryFile())
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.execution.helper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+                start_new_session=True,  # Ctrl-C is for this process, which then ends its helpers
+            )
+            undo.pop_all()  # what `stop` closes
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
         self._lock = threading.Lock()

@@ -226,6 +226,16 @@ def test_engine_does_without_a_helper_that_is_gone(base, caplog, signal_number, 
     assert time.monotonic() - started < 60, "of which two compiles are a few seconds"
 
 
+def test_engine_does_without_helpers_that_cannot_be_started(base, caplog, monkeypatch):
+    key, _ = greedy_keys(base)
+    monkeypatch.setattr(sys, "executable", "nowhere/python")
+    with Helpers(2, ENVIRONMENT) as pool:
+        programs = programs_of(base, Means(pool), [key])
+        assert pool.number == 0
+    assert "only 0 helpers could be started" in caplog.text
+    assert set(programs.steps) == {key} and "help" not in verbs(programs, key)
+
+
 def test_job_that_a_helper_cannot_do_is_done_here_and_the_helper_goes_on(base, pool, caplog):
     key, _ = greedy_keys(base)
     job = json.loads(helper.job_of(base.shapes, key))

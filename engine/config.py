@@ -150,6 +150,9 @@ class EngineConfig:
     """Record steps into CUDA graphs."""
     compilation_cache: str | None = "auto"
     """Directory of the persistent compilation cache; `auto`: ~/.cache/treadle/xla; None: off."""
+    helpers: int | None = None
+    """Processes that lower programs at a first start beside this one. None: on a GPU up to twelve
+    by the machine's processors, on a CPU none."""
     seed: int = 0
     """Seed of dummy weights."""
     limits: Limits = LIMITS
@@ -206,6 +209,7 @@ _COUNTS = {
     "num_pages": (2, None),  # page 0 is trash
     "max_programs": (1, None),
     "masked_rows": (0, 256),
+    "helpers": (0, 64),
     "depth": (1, 3),
 }
 """Bounds of whole numbers; None is no bound."""

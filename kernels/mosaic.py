@@ -25,6 +25,9 @@ SWIZZLED_FLOATS = (
 )
 """The same of float32, on its way out."""
 
+CUSTOM_CALLS = ("mosaic_gpu_v2",)
+"""Calls in a lowered program that stand for a kernel, itself a part of the program."""
+
 Ref = Any
 """A reference inside a kernel; Pallas has no public type for it."""
 

@@ -163,8 +163,17 @@ def read(file: pathlib.Path) -> Table:
       ValueError: naming the file and the field that is wrong.
       OSError: the file cannot be read.
     """
+    return parsed(file.read_bytes(), str(file))
+
+
+def parsed(content: str | bytes, file: str) -> Table:
+    """The choices that a file holds.
+
+    Raises:
+      ValueError: as `read` does.
+    """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(content)
         _names("the file", data, ("device", "ops"))
         _must("device", data["device"], isinstance(data["device"], str), "text")
         _must("ops", data["ops"], isinstance(data["ops"], dict), "entries by op")
@@ -181,7 +190,7 @@ def read(file: pathlib.Path) -> Table:
     except ValueError as error:
         message = f"{file}: {error}; measure anew with `treadle tune`, or take it away"
         raise ValueError(message) from None
-    return Table(data["device"], tuple(found.values()), str(file))
+    return Table(data["device"], tuple(found.values()), file)
 
 
 def _entry(where: str, op: str, item: Any) -> Entry:

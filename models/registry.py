@@ -161,6 +161,12 @@ def get(architecture: str) -> Registration:
     return importlib.import_module(module).REGISTRATION
 
 
+def is_own(registration: Registration) -> bool:
+    """Whether the name stands for exactly this in every process: its code is a part of ours."""
+    module = _FAMILIES.get(registration.architecture, "")
+    return module.startswith("models.") and get(registration.architecture) is registration
+
+
 def of_config(config: Mapping[str, Any]) -> Model:
     """The model that a config.json describes.
 

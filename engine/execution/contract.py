@@ -1,8 +1,9 @@
 """The two proofs of the id contract, made at every start: what a step may read, and that it does.
 
-Structural: from the jaxpr of each program and its compiled text. Dynamic: three runs of each
-program with decode rows on the serving device, with the truth on the host (A), nowhere (B) and on
-the device only (C). C must equal A bit for bit and B must differ.
+Structural: from the jaxpr of each program, where it is traced, and from its compiled text. A
+program that was kept and is loaded had passed the former: no other is kept. Dynamic: three runs of
+each program with decode rows on the serving device, with the truth on the host (A), nowhere (B)
+and on the device only (C). C must equal A bit for bit and B must differ.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.scheduling.schedule import (
 )
 
 if TYPE_CHECKING:
+    from engine.execution.recipes import ProgramShapes
     from engine.execution.runner import Runner
 
 _SCENE_TOKENS = 3
@@ -76,18 +78,22 @@ def prove(runner: Runner, progress: Callable[[str, float, str], None]) -> None:
 
 def prove_program(runner: Runner, key: ProgramKey) -> list[Finding]:
     """Both proofs of one program; an undeclared registration is only warmed up."""
-    jaxpr = runner.programs.jaxprs[key]
     undonated = check_donation(
         key, runner.programs.step(key), runner.num_param_leaves, runner.state
     )
-    findings = undonated + check_parameters(key, jaxpr, runner.shapes.params)
-    if runner.model.registration.device_token_ids:
-        shapes = runner.shapes
-        findings += check_structure(key, jaxpr, shapes.num_groups, shapes.num_recurrent)
+    findings = [*undonated, *runner.programs.findings[key]]
     if undonated:
         # What such a program returns may not even have the shape of a state.
         return [*findings, Finding("dynamic", str(key), "not run: the state is not donated")]
     return findings + warm_up(runner, key)
+
+
+def check_traced(key: ProgramKey, jaxpr: Any, shapes: ProgramShapes) -> list[Finding]:
+    """All that the step's jaxpr alone can prove, made where the step is traced."""
+    findings = check_parameters(key, jaxpr, shapes.params)
+    if shapes.model.registration.device_token_ids:
+        findings += check_structure(key, jaxpr, shapes.num_groups, shapes.num_recurrent)
+    return findings
 
 
 def check_parameters(key: ProgramKey, jaxpr: Any, params: Any) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
+import logging
 import os
 import pathlib
 import threading
@@ -16,95 +16,28 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from engine.execution import kept
+from engine.execution import contract, helper, kept, remembered
 from engine.execution.buckets import ProgramKey
-from engine.execution.packing import InstallShape, batch_ranges, install_ranges
-from engine.execution.step import StateShape, StepState, make_install, make_step
-from models.batch import Tiling
-from models.registry import Model
+from engine.execution.contract import Finding
+from engine.execution.helpers import Help, Helpers
+from engine.execution.packing import InstallShape
+from engine.execution.recipes import ProgramShapes, Recipe
+from models import registry
+
+_LOG = logging.getLogger(__name__)
 
 Progress = Callable[[str, float, str], None]
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
 
 @dataclasses.dataclass(frozen=True)
-class ProgramShapes:
-    """What every program of an engine has in common."""
+class Means:
+    """What a start may use to have its programs sooner."""
 
-    model: Model
-    tiling: Tiling
-    state: StateShape
-    params: Any
-    """Pytree of jax.ShapeDtypeStruct with shardings."""
-    replicated: jax.sharding.Sharding
-    """Where packed arrays and small state leaves lie."""
-    pool_shardings: tuple[jax.sharding.Sharding, ...]
-    """One for all pools of a paged group."""
-    compiler_options: Mapping[str, Any]
-    host_row: jax.ShapeDtypeStruct | None = None
-    """One token's embedding [D] that the host makes; None: the forward embeds ids itself."""
-
-    @property
-    def num_groups(self) -> int:
-        """Paged cache groups of the model."""
-        return len(self.state.pools)
-
-    @property
-    def num_recurrent(self) -> int:
-        """Recurrent groups of the model."""
-        return len(self.state.states)
-
-    def state_shapes(self) -> StepState:
-        """Abstract StepState with shardings."""
-        shapes = jax.eval_shape(self.state.fresh)
-        small = dataclasses.replace(shapes, pools=())
-        small = jax.tree.map(lambda s: self._placed(s, self.replicated), small)
-        pools = tuple(
-            tuple(self._placed(pool, sharding) for pool in group)
-            for group, sharding in zip(shapes.pools, self.pool_shardings, strict=True)
-        )
-        return dataclasses.replace(small, pools=pools)
-
-    def _placed(self, shape: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    def packed(self, size: int) -> jax.ShapeDtypeStruct:
-        """Abstract packed array."""
-        return jax.ShapeDtypeStruct((size,), jax.numpy.int32, sharding=self.replicated)
-
-    def trace_step(self, key: ProgramKey) -> jax.stages.Traced:
-        """The step of one key. `keep_unused`: parameter numbers stay leaf numbers."""
-        step = make_step(self.model, key, self.tiling, self.num_groups, self.num_recurrent)
-        state = self.state_shapes()
-        out_shardings = (jax.tree.map(lambda s: s.sharding, state), self.replicated)
-        jitted = jax.jit(step, donate_argnums=(1,), keep_unused=True, out_shardings=out_shardings)
-        ranges = batch_ranges(key, self.num_groups, self.num_recurrent)
-        return jitted.trace(self.params, state, self.packed(ranges.size), *self.host_rows(key))
-
-    def host_rows(self, key: ProgramKey) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract embeddings [T, D], the last argument where the host makes them, else none."""
-        if self.host_row is None:
-            return ()
-        row = self.host_row
-        rows = jax.ShapeDtypeStruct((key.tokens, *row.shape), row.dtype, sharding=self.replicated)
-        return (rows,)
-
-    def trace_install(self, shape: InstallShape) -> jax.stages.Traced:
-        """The install program."""
-        state = self.state_shapes()
-        jitted = jax.jit(
-            make_install(shape),
-            donate_argnums=(0,),
-            keep_unused=True,
-            out_shardings=jax.tree.map(lambda s: s.sharding, state),
-        )
-        return jitted.trace(state, self.packed(install_ranges(shape).size))
-
-    def trace_fresh(self) -> jax.stages.Traced:
-        """The program that makes an empty state."""
-        shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes())
-        return jax.jit(self.state.fresh, out_shardings=shardings).trace()
+    helpers: Helpers | None = None
+    """None: steps are traced and lowered in this process alone."""
+    keeps: bool = False
+    """Programs are kept by what they are made from, and loaded before anything is traced."""
+    loads_at_once: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +45,11 @@ class Programs:
     """Every compiled program: a key without one is an error, never a compile."""
 
     steps: Mapping[ProgramKey, jax.stages.Compiled]
-    jaxprs: Mapping[ProgramKey, Any]
-    """What each step was compiled from."""
+    findings: Mapping[ProgramKey, Sequence[Finding]]
+    """What the structural proof found against each step as it was traced: nothing, if it holds.
+
+    A step that was loaded had none when it was kept.
+    """
     install: jax.stages.Compiled
     install_shape: InstallShape
     fresh: jax.stages.Compiled
@@ -137,65 +73,169 @@ def compile_programs(
     keys: Sequence[ProgramKey],
     install_shape: InstallShape,
     progress: Progress,
+    means: Means | None = None,
 ) -> Programs:
-    """Compiles everything an engine will ever run, in parallel threads."""
-    jobs: dict[Any, Callable[[], jax.stages.Traced]] = {
-        "fresh": shapes.trace_fresh,
-        "install": functools.partial(shapes.trace_install, install_shape),
-    }
-    jobs |= {key: functools.partial(shapes.trace_step, key) for key in keys}
-    jaxprs: dict[Any, Any] = {}
-    arguments = jax.tree.leaves((shapes.params, shapes.state_shapes()))
-    about = (sorted(shapes.compiler_options.items()), [leaf.sharding for leaf in arguments])
-    progress("compile", 0.0, f"{len(jobs)} programs")
-    done: dict[Any, jax.stages.Compiled] = {}
-    seconds: dict[str, float] = {}
-    # Tracing holds the interpreter lock and compiling does not: lower here, compile there.
-    workers = max(1, min(len(jobs), os.cpu_count() or 1))
-    with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
-        futures = {}
-        for name, trace in jobs.items():
-            started = time.perf_counter()
-            traced = trace()
-            jaxprs[name] = traced.jaxpr
-            file = kept.file_of(traced, about)
-            is_kept = file is not None and file.exists()
-            lowered = None if is_kept else traced.lower()
-            seconds[f"{'trace' if is_kept else 'lower'} {name}"] = time.perf_counter() - started
-            futures[pool.submit(_compiled, traced, lowered, file, shapes.compiler_options)] = name
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                name = futures[future]
-                done[name], verb, spent = future.result()
-                seconds[f"{verb} {name}"] = spent
-                progress("compile", len(done) / len(jobs), str(name))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # nobody wants the others any more
-            raise
+    """Has everything that an engine will ever run: loaded, or lowered and compiled."""
+    making = _Making(shapes, keys, install_shape, means or Means(), progress)
+    making.load()
+    making.compile()
     return Programs(
-        steps={key: done[key] for key in keys},
-        jaxprs={key: jaxprs[key] for key in keys},
-        install=done["install"],
+        steps={key: making.done[key] for key in keys},
+        findings={key: making.findings.get(key, ()) for key in keys},
+        install=making.done["install"],
         install_shape=install_shape,
-        fresh=done["fresh"],
-        seconds=seconds,
+        fresh=making.done["fresh"],
+        seconds=making.seconds,
     )
 
 
-def _compiled(
-    traced: jax.stages.Traced,
-    lowered: jax.stages.Lowered | None,
-    file: pathlib.Path | None,
-    options: Mapping[str, Any],
-) -> tuple[jax.stages.Compiled, str, float]:
-    """(program, how it was had, seconds); not lowered yet: one that a file should hold."""
-    started = time.perf_counter()
-    if file is not None and lowered is None:
-        found = kept.load(file, traced)
-        if found is not None:
-            return found, "load", time.perf_counter() - started
-    compiled = kept.compiled(lowered or traced.lower(), file, options)
-    return compiled, "compile", time.perf_counter() - started
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    """A program to be compiled, and where it is kept then."""
+
+    name: Any
+    lowered: jax.stages.Lowered
+    file: pathlib.Path | None
+
+
+class _Making:
+    """Programs on the way to being compiled, by name: a step's is its key."""
+
+    def __init__(
+        self,
+        shapes: ProgramShapes,
+        keys: Sequence[ProgramKey],
+        install_shape: InstallShape,
+        means: Means,
+        progress: Progress,
+    ) -> None:
+        self.done: dict[Any, jax.stages.Compiled] = {}
+        self.findings: dict[Any, Sequence[Finding]] = {}
+        self.seconds: dict[str, float] = {}
+        self._shapes = shapes
+        self._recipes: dict[Any, Recipe] = {
+            "fresh": shapes.fresh(),
+            "install": shapes.install(install_shape),
+            **{key: shapes.step(key) for key in keys},
+        }
+        self._means = means
+        self._progress = progress
+        self._about = (shapes.about, install_shape)
+        is_own = registry.is_own(shapes.model.registration)
+        self._is_known = means.keeps and is_own and remembered.is_current()
+
+    def load(self) -> None:
+        """Loads what was kept, before anything is traced."""
+        self._progress("compile", 0.0, f"{len(self._recipes)} programs")
+        files = {name: self._file(name) for name in self._recipes}
+        present = {name: file for name, file in files.items() if file and file.exists()}
+        with _threads(self._means.loads_at_once, "load") as pool:
+            self._wait({pool.submit(self._load, *one): one[0] for one in present.items()})
+
+    def compile(self) -> None:
+        """Compiles all others, each as soon as it is lowered."""
+        missing = [name for name in self._recipes if name not in self.done]
+        # Tracing holds the interpreter lock and compiling does not: lower here, compile there.
+        with _threads(min(len(missing), os.cpu_count() or 1), "compile") as pool:
+            self._wait(
+                {pool.submit(self._compile, one): one.name for one in self._lowered(missing)}
+            )
+
+    def _wait(self, futures: Mapping[concurrent.futures.Future[None], Any]) -> None:
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
+            self._tell(str(futures[future]))
+
+    def _tell(self, detail: str) -> None:
+        self._progress("compile", len(self.done) / len(self._recipes), detail)
+
+    def _load(self, name: Any, file: pathlib.Path) -> None:
+        recipe, started = self._recipes[name], time.perf_counter()
+        program = kept.load(file, recipe.in_tree, recipe.out_tree, recipe.devices)
+        if program is not None:
+            self.seconds[f"load {name}"] = time.perf_counter() - started
+            self.done[name] = program
+
+    def _compile(self, one: _Lowered) -> None:
+        started = time.perf_counter()
+        program = kept.compiled(one.lowered, one.file, self._shapes.compiler_options)
+        self.seconds[f"compile {one.name}"] = time.perf_counter() - started
+        self.done[one.name] = program
+
+    def _lowered(self, names: Sequence[Any]) -> Iterator[_Lowered]:
+        """Programs as they are lowered: what no helper does, or one fails to do, is done here."""
+        asked = self._asked(names)
+        for name in names:
+            if name not in asked.values():
+                yield from self._traced(name)
+        for future in concurrent.futures.as_completed(asked):
+            name = asked[future]
+            self._tell(f"{name} is lowered")
+            try:
+                lowered = self._imported(name, future.result())
+            except Exception as error:
+                # Where the step and not a helper is at fault, that shows again.
+                _LOG.warning("%s is lowered without a helper: %s", name, error)
+                yield from self._traced(name)
+            else:
+                yield lowered
+
+    def _asked(self, names: Sequence[Any]) -> dict[concurrent.futures.Future[Help], ProgramKey]:
+        """The steps that helpers are lowering: large ones, the last of a ladder, take longest."""
+        helpers = self._means.helpers
+        if helpers is None or not helpers.number:
+            return {}
+        keys = [name for name in reversed(names) if isinstance(name, ProgramKey)]
+        try:
+            jobs = [helper.job_of(self._shapes, key) for key in keys]
+        except TypeError as error:
+            _LOG.info("no helper can lower the steps: %s", error)
+            return {}
+        return dict(zip(helpers.ask(jobs), keys, strict=True))
+
+    def _imported(self, key: ProgramKey, help: Help) -> _Lowered:
+        started = time.perf_counter()
+        lowered = self._recipes[key].imported(help.export).trace().lower()
+        self.seconds[f"help {key}"] = help.seconds
+        self.seconds[f"lower {key}"] = time.perf_counter() - started
+        self.findings[key] = help.findings
+        return self._to_keep(key, lowered, self._file(key))
+
+    def _traced(self, name: Any) -> Iterator[_Lowered]:
+        """The program, unless one of its traced form was kept and has been loaded."""
+        started = time.perf_counter()
+        traced = self._recipes[name].trace()
+        if isinstance(name, ProgramKey):
+            self.findings[name] = contract.check_traced(name, traced.jaxpr, self._shapes)
+        file = self._file(name) or kept.file_of(traced, self._shapes.placing)
+        if file is not None and not self._is_known and file.exists():
+            self._load(name, file)
+        is_loaded = name in self.done
+        lowered = None if is_loaded else traced.lower()
+        self.seconds[f"{'trace' if is_loaded else 'lower'} {name}"] = time.perf_counter() - started
+        if lowered is not None:
+            yield self._to_keep(name, lowered, file)
+
+    def _file(self, name: Any) -> pathlib.Path | None:
+        """Where the program is kept by what it is made from."""
+        return kept.file_about((self._about, name)) if self._is_known else None
+
+    def _to_keep(
+        self, name: Any, lowered: jax.stages.Lowered, file: pathlib.Path | None
+    ) -> _Lowered:
+        """A kept step is loaded without a structural proof: only one that passed it is kept."""
+        return _Lowered(name, lowered, None if self.findings.get(name) else file)
+
+
+@contextlib.contextmanager
+def _threads(number: int, name: str) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Waits for what was begun; after an error, for as little of it as can be."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, number), name) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # nobody wants the others any more
+            raise
 
 
 class CompileGuard:
@@ -251,7 +291,7 @@ class CompileGuard:
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
-        if not self._is_armed or event != _COMPILE_EVENT:
+        if not self._is_armed or event != kept.COMPILE_EVENT:
             return
         if threading.get_ident() in self._stepping_threads:
             self.num_own += 1

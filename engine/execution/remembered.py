@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -65,13 +64,12 @@ def digest(about: object) -> str:
     versions = (jax.__version__, jaxlib.version.__version__, device.client.platform_version)
     for part in (*versions, device.device_kind, _processor(), repr(about)):
         state.update(part.encode() + b"\0")
-    state.update(_code() + TUNING.fingerprint())
+    state.update(CODE + TUNING.fingerprint())
     return state.hexdigest()
 
 
-@functools.cache
-def _code() -> bytes:
-    """A digest of the sources, read once: every program of a start asks for it."""
+def sources() -> bytes:
+    """A digest of the sources as they lie there now."""
     state = hashlib.blake2b(digest_size=16)
     root = pathlib.Path(__file__).parents[2]
     for package in PACKAGES:
@@ -87,3 +85,12 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def is_current() -> bool:
+    """Whether a later process would run the code that this one imported."""
+    return sources() == CODE
+
+
+CODE = sources()
+"""Of the code that this process runs: read as it is imported, not after somebody has changed it."""

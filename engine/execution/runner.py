@@ -29,7 +29,8 @@ from engine.execution.packing import (
     unpack_output,
 )
 from engine.execution.page_tables import DeviceTables, TableChanges
-from engine.execution.programs import CompileGuard, Programs, ProgramShapes
+from engine.execution.programs import CompileGuard, Programs
+from engine.execution.recipes import ProgramShapes
 from engine.execution.settings import DeviceProfile, Settings, refuse_undeclared
 from engine.execution.step import StepState, make_install, make_step
 from engine.scheduling.config import GroupConfig
@@ -41,6 +42,9 @@ from models.registry import HostTables, Model
 
 _LARGE_CARD = 64 * 2**30
 """Bytes for the engine from which on a card takes large steps."""
+_HELPER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+_MAX_HELPERS = 12
+"""One and a half gigabytes of host memory for all; more would wait for the compiler's threads."""
 
 
 def device_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:
@@ -67,11 +71,13 @@ def _cpu_profile(device: sharding.Device) -> DeviceProfile:
         probe_options={},
         memory_bytes=int(pages),
         pool_bytes=2**29,
+        helper_environment=_HELPER_ENVIRONMENT,
     )
 
 
 def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:
     stats = device.memory_stats() or {}
+    num_processors = os.cpu_count() or 1
     options: dict[str, Any] = {}
     if not config.command_buffers:
         options["xla_gpu_enable_command_buffer"] = ""
@@ -100,6 +106,10 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
         memory_bytes=memory_bytes,
         pool_bytes=None,
         small_blocks=(2**13, 2**16, 2**20),
+        # A helper lowers for Hopper too, without one: see `kernels` above.
+        helpers=min(_MAX_HELPERS, num_processors - 1),
+        helper_environment=_HELPER_ENVIRONMENT,
+        loads_at_once=num_processors,
     )
 
 

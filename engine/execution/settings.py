@@ -16,6 +16,8 @@ from models.batch import Tiling
 from models.registry import Model, Registration
 
 _LOG = logging.getLogger(__name__)
+_STEPS_OF_HELPER = 2
+"""Fewer take less time than a helper's own start."""
 _MAX_MODEL_LEN, _MAX_ROWS = Setting("max_model_len"), Setting("max_rows")
 
 
@@ -44,6 +46,12 @@ class DeviceProfile:
     """Bound of all pools; None: whatever the plan leaves."""
     small_blocks: tuple[int, ...] = ()
     """Sizes in bytes of the device blocks that a step's input and output go to, see `Runner`."""
+    helpers: int = 0
+    """Processes that lower steps beside this one, where there are enough steps for them."""
+    helper_environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Keeps them off the device."""
+    loads_at_once: int = 1
+    """Kept programs that are loaded at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,8 @@ class Settings:
     lane: Lane
     depth: int
     ladder: Ladder
+    helpers: int
+    """Processes that lower steps beside this one."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: Model, profile: DeviceProfile) -> Settings:
@@ -95,6 +105,8 @@ class Settings:
         page_size = config.page_size or profile.page_size
         max_pages = -(-max_model_len // page_size)
         lane = choose_lane(config, model)
+        vocab_size = model.vocab_size
+        ladder = _ladder(config, profile, max_rows, token_budget, max_pages, vocab_size)
         return cls(
             config=config,
             profile=profile,
@@ -110,8 +122,17 @@ class Settings:
             max_pages=max_pages,
             lane=lane,
             depth=config.depth if lane == "overlap" else 1,
-            ladder=_ladder(config, profile, max_rows, token_budget, max_pages, model.vocab_size),
+            ladder=ladder,
+            helpers=_helpers(config, profile, ladder),
         )
+
+
+def _helpers(config: EngineConfig, profile: DeviceProfile, ladder: Ladder) -> int:
+    """As many as the machine has room for; each is to lower two steps at least, to be worth it."""
+    if config.helpers is not None:
+        return config.helpers
+    number = min(profile.helpers, len(ladder.keys()) // _STEPS_OF_HELPER)
+    return number if number > 1 else 0
 
 
 def _up_to(last: int, rungs: tuple[int, ...]) -> tuple[int, ...]:

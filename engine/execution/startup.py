@@ -11,21 +11,16 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine.config import EngineConfig, Setting, SettingError
 from engine.execution import plan as planning
 from engine.execution import remembered
 from engine.execution.buckets import ProgramKey
+from engine.execution.helpers import Helpers
 from engine.execution.packing import InstallShape, output_ranges
-from engine.execution.programs import (
-    CompileGuard,
-    Programs,
-    ProgramShapes,
-    Progress,
-    compile_programs,
-)
+from engine.execution.programs import CompileGuard, Means, Programs, Progress, compile_programs
+from engine.execution.recipes import ProgramShapes
 from engine.execution.runner import Runner, device_profile
 from engine.execution.settings import Settings
 from engine.execution.step import StateShape
@@ -57,7 +52,8 @@ def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -
     use_compilation_cache(config.compilation_cache)
     mesh = sharding.make_mesh([device])
     guard = CompileGuard()
-    with concurrent.futures.ThreadPoolExecutor(1, "load") as pool:
+    helpers = Helpers(settings.helpers, profile.helper_environment)
+    with concurrent.futures.ThreadPoolExecutor(1, "load") as pool, helpers:
         # Programs are compiled from shapes alone, so the weights arrive meanwhile.
         loading = pool.submit(_load, settings, model, source, mesh, progress)
 
@@ -66,10 +62,11 @@ def start(config: EngineConfig, model: Model, source: Any, progress: Progress) -
                 loading.result()  # weights that cannot be had end the start at once
             progress(stage, fraction, detail)
 
-        plan = _plan(settings, model, mesh, report)
+        plan = _plan(settings, model, mesh, report, helpers)
         shapes = _shapes(settings, model, mesh, plan.num_pages)
         keys = settings.ladder.keys() if settings.lane != "eager" else ()
-        programs = compile_programs(shapes, keys, _install_shape(settings, model), report)
+        means = Means(helpers, config.compilation_cache is not None, profile.loads_at_once)
+        programs = compile_programs(shapes, keys, _install_shape(settings, model), report, means)
         params, tables = loading.result()
     plan = dataclasses.replace(plan, host_tables=planning.tree_bytes(tables))
     plan = _checked(plan, programs)
@@ -119,6 +116,8 @@ def _shapes(
     spec = model.cache_spec(settings.page_size, settings.dtype)
     return ProgramShapes(
         model=model,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
         tiling=settings.profile.tiling,
         state=StateShape(
             max_slots=settings.max_slots,
@@ -128,15 +127,8 @@ def _shapes(
             pools=spec.pool_shapes(num_pages),
             states=spec.state_shapes(num_states or _num_states(settings, spec)),
         ),
-        params=checkpoint.abstract(
-            model.leaves(),
-            dtype=settings.dtype,
-            shardings=lambda leaf: sharding.named(mesh, leaf.partition),
-        ),
-        replicated=sharding.named(mesh),
-        pool_shardings=tuple(sharding.named(mesh, group.partition) for group in spec.paged),
+        mesh=mesh,
         compiler_options=settings.profile.compiler_options,
-        host_row=_host_row(settings, model),
     )
 
 
@@ -144,12 +136,6 @@ def _num_states(settings: Settings, spec: CacheSpec) -> int:
     """States of each recurrent pool: trash, one per slot, and as many again for snapshots."""
     has_snapshots = settings.config.prefix_cache and all(g.prefix_cacheable for g in spec.groups)
     return 1 + settings.max_slots * (2 if has_snapshots else 1)
-
-
-def _host_row(settings: Settings, model: Model) -> jax.ShapeDtypeStruct | None:
-    if model.registration.host_embed is None:
-        return None
-    return jax.ShapeDtypeStruct((model.config.hidden_size,), jnp.dtype(settings.dtype))
 
 
 def _install_shape(settings: Settings, model: Model) -> InstallShape:
@@ -163,7 +149,9 @@ def _install_shape(settings: Settings, model: Model) -> InstallShape:
     )
 
 
-def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> planning.MemoryPlan:
+def _plan(
+    settings: Settings, model: Model, mesh: Any, progress: Progress, helpers: Helpers
+) -> planning.MemoryPlan:
     """Plans the pools: what the weights, the state and the temporaries leave, unless given."""
     config, profile = settings.config, settings.profile
     spec = model.cache_spec(settings.page_size, settings.dtype)
@@ -200,7 +188,8 @@ def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> pl
         most = max(least, min(most, profile.pool_bytes // spec.page_bytes))
     else:
         progress("plan", 0.0, "largest program")
-        plan = dataclasses.replace(plan, temporaries=_probe_temporaries(settings, model, mesh))
+        temporaries = _probe_temporaries(settings, model, mesh, helpers)
+        plan = dataclasses.replace(plan, temporaries=temporaries)
     plan = dataclasses.replace(
         plan, num_pages=planning.num_pages_that_fit(plan, least=least, most=most)
     )
@@ -208,7 +197,7 @@ def _plan(settings: Settings, model: Model, mesh: Any, progress: Progress) -> pl
     return plan
 
 
-def _probe_temporaries(settings: Settings, model: Model, mesh: Any) -> int:
+def _probe_temporaries(settings: Settings, model: Model, mesh: Any, helpers: Helpers) -> int:
     """Temporaries of the largest program, compiled for the model's first layers and tiny pools.
 
     The last program of a ladder scores prompts, with the full sampler, the most rows and the most
@@ -223,6 +212,7 @@ def _probe_temporaries(settings: Settings, model: Model, mesh: Any) -> int:
     largest = settings.ladder.keys()[-1:]
 
     def compiled() -> int:
+        helpers.start(helpers.number)  # it is a first start: they will be asked for every program
         shape = _install_shape(settings, model)
         programs = compile_programs(shapes, largest, shape, lambda *_: None)
         return planning.temporaries_of(programs.steps.values())

@@ -262,7 +262,7 @@ def test_structural_proof_refuses_masks_read_by_another_part_than_the_sampler(co
     monkeypatch.setattr(steps, "_named", recording)
     monkeypatch.setattr(steps, "lay_out", reading)
     key = next(key for key in runner.programs.steps if key.masked_rows)
-    jaxpr = runner.shapes.trace_step(key).jaxpr
+    jaxpr = runner.shapes.step(key).trace().jaxpr
     (finding,) = contract.check_structure(key, jaxpr, runner.shapes.num_groups)
     assert finding.reason.startswith("masks are read by ['")
     assert finding.reason.endswith("'], only sample may read them")

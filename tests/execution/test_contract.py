@@ -12,7 +12,7 @@ from engine.execution import check, contract, packing
 from engine.execution import step as steps
 from engine.execution.settings import choose_lane
 from kernels.attention import api
-from models import checkpoint, decoder, registry
+from models import decoder, registry
 from models.batch import Tiling
 from models.layers import Rows
 from tests.execution import toys
@@ -58,15 +58,13 @@ def kernel_findings(runner, registration) -> list[str]:
         model=model,
         tiling=Tiling(kernels="mosaic"),
         state=dataclasses.replace(runner.shapes.state, pools=pools),
-        params=checkpoint.abstract(
-            model.leaves(), dtype="bfloat16", shardings=lambda leaf: runner.shapes.replicated
-        ),
+        dtype="bfloat16",
     )
     keys = runner.settings.ladder.keys()
     return [
         finding.reason
         for key in keys
-        for finding in contract.check_structure(key, shapes.trace_step(key).jaxpr, 1)
+        for finding in contract.check_structure(key, shapes.step(key).trace().jaxpr, 1)
     ]
 
 

@@ -48,7 +48,7 @@ def key(request, runner):
 
 
 def test_forward_reads_the_rows_and_no_ids(runner, key):
-    jaxpr = runner.programs.jaxprs[key]
+    jaxpr = runner.shapes.step(key).trace().jaxpr
     rows = jaxprs.body(jaxpr).invars[-1]
     assert (rows.aval.shape, rows.aval.dtype) == ((key.tokens, 64), np.float32)
     assert jaxprs.readers(jaxpr, rows) == ["forward"]
@@ -61,7 +61,8 @@ def test_forward_reads_the_rows_and_no_ids(runner, key):
 
 
 def test_every_other_model_keeps_its_arguments(llama_runner):
-    for key, jaxpr in llama_runner.programs.jaxprs.items():
+    for key in llama_runner.programs.steps:
+        jaxpr = llama_runner.shapes.step(key).trace().jaxpr
         num_state = len(jax.tree.leaves(llama_runner.state))
         assert len(jaxprs.body(jaxpr).invars) == llama_runner.num_param_leaves + num_state + 1
         schedule = scene([(0, LAST_CHUNK, [5, 6], 0)])

@@ -52,11 +52,16 @@ def made(traced):
     return file
 
 
+def load(file, traced):
+    trees = (jax.tree.structure(info) for info in (traced.args_info, traced.out_info))
+    return kept.load(file, *trees, jax.devices()[:1])
+
+
 def test_loaded_program_computes_and_donates_like_the_compiled_one(folder):
     traced = trace(donate_argnums=(0,))
     file = made(traced)
     assert [one.name for one in folder.iterdir() if one.suffix == ".program"] == [file.name]
-    program = kept.load(file, trace(donate_argnums=(0,)))
+    program = load(file, trace(donate_argnums=(0,)))
     assert program is not None
     state = {"sum": jnp.arange(4.0)}
     (out, following) = program(state, jnp.float32(3))
@@ -136,7 +141,7 @@ def test_broken_file_is_no_program(damage):
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         file.write_bytes({"cut": content[:-7], "flipped": flipped, "empty": b""}[damage])
-    assert kept.load(file, traced) is None
+    assert load(file, traced) is None
 
 
 def test_what_jax_found_in_its_own_cache_is_not_written_again(folder):
@@ -149,20 +154,29 @@ def test_what_jax_found_in_its_own_cache_is_not_written_again(folder):
     assert not file.exists()
 
 
+def test_what_jax_still_had_in_memory_is_not_written_again(folder):
+    file = made(trace())  # what is compiled of it now on comes from jax's cache
+    again = trace()
+    for number in range(2):
+        file.unlink(missing_ok=True)
+        kept.compiled(again.lower(), file, {})
+        assert not file.exists(), number
+
+
 @pytest.mark.parametrize("whose", ["file", "folder"])
 def test_file_that_others_can_write_is_not_read(folder, whose):
     traced = trace()
     file = made(traced)
-    assert kept.load(file, traced) is not None
+    assert load(file, traced) is not None
     {"file": file, "folder": folder}[whose].chmod(0o770)
-    assert kept.load(file, traced) is None
+    assert load(file, traced) is None
 
 
 def test_file_of_another_user_is_not_read(monkeypatch):
     traced = trace()
     file = made(traced)
     monkeypatch.setattr(kept.os, "getuid", lambda: 12345)
-    assert kept.load(file, traced) is None
+    assert load(file, traced) is None
 
 
 def test_folder_that_cannot_be_written_costs_no_start(folder, caplog):

@@ -57,7 +57,7 @@ def on_pages(schedule, slot: int):
 
 def test_ladders_programs_are_all_there_and_no_other(runner):
     keys = runner.settings.ladder.keys()
-    assert set(runner.programs.steps) == set(keys) == set(runner.programs.jaxprs)
+    assert set(runner.programs.steps) == set(keys) == set(runner.programs.findings)
     for key in keys:
         assert runner.programs.step(key) is runner.programs.steps[key]
     had = [name.split(" ", 1) for name in runner.programs.seconds]
@@ -95,7 +95,7 @@ def test_second_start_lowers_nothing_and_answers_the_same(tmp_path):
     command = [sys.executable, "-c", SECOND_START, str(model), str(tmp_path / "xla")]
     said = [subprocess.check_output(command, text=True).splitlines()[-1] for _ in range(2)]
     verbs, ids = zip(*(line.split("] [") for line in said), strict=True)
-    assert verbs == ("['compile', 'lower'", "['load', 'trace'")
+    assert verbs == ("['compile', 'lower'", "['load'")
     assert ids[0] == ids[1]
     assert ids[0].count(",") == 8
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from engine.config import EngineConfig, SettingError
+from engine.execution import runner
 from engine.execution.runner import _cpu_profile, _gpu_profile
 from engine.execution.settings import Settings, choose_lane
 from tests.execution import toys
@@ -180,6 +181,18 @@ def test_cards_profile_leaves_the_pools_to_the_plan():
     profile = _gpu_profile(Card(), CONFIG)
     assert (profile.name, profile.dtype, profile.memory_bytes) == ("some card", "bfloat16", 12345)
     assert profile.pool_bytes is None and profile.compiler_options == {}
+
+
+def test_helpers_lower_two_programs_each_where_there_are_processors_for_them(monkeypatch):
+    def helpers(processors: int, **fields) -> int:
+        monkeypatch.setattr(runner.os, "cpu_count", lambda: processors)
+        config = dataclasses.replace(CONFIG, **fields)
+        return Settings.of(config, DECLARED, _gpu_profile(Card(), config)).helpers
+
+    few = {"deterministic": True}  # others have a ladder of 23
+    assert [helpers(n) for n in (1, 2, 3, 8, 64)] == [0, 0, 2, 7, 11]
+    assert [helpers(64, **few), helpers(64, helpers=1, **few), helpers(64, helpers=0)] == [0, 1, 0]
+    assert (settings().helpers, settings(helpers=2).helpers) == (0, 2)
 
 
 def test_command_buffers_are_turned_off_by_a_compiler_option():

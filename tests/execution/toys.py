@@ -57,7 +57,7 @@ def runner_of(base: Runner, registration: Registration, *keys: ProgramKey) -> Ru
 
 def jaxpr_of(base: Runner, registration: Registration, key: ProgramKey) -> Any:
     """What a step with another forward would be compiled from."""
-    return dataclasses.replace(base.shapes, model=model_of(registration)).trace_step(key).jaxpr
+    return dataclasses.replace(base.shapes, model=model_of(registration)).step(key).trace().jaxpr
 
 
 def decode_key(**fields: Any) -> ProgramKey:

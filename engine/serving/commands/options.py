@@ -223,6 +223,7 @@ WITHOUT_OPTION = frozenset(
         "token_rungs",
         "page_table_rungs",
         "max_programs",
+        "helpers",
         "eager",
         "ping_seconds",
         "keepalive_seconds",

@@ -54,7 +54,10 @@ class Programs:
     install_shape: InstallShape
     fresh: jax.stages.Compiled
     seconds: Mapping[str, float]
-    """Seconds of tracing, with lowering, and of compiling or loading, by program."""
+    """Seconds of tracing, with lowering, and of compiling or loading, by program.
+
+    A step that a helper lowered has that helper's seconds too.
+    """
 
     def step(self, key: ProgramKey) -> jax.stages.Compiled:
         """The program of a key.

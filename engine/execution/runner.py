@@ -44,7 +44,7 @@ _LARGE_CARD = 64 * 2**30
 """Bytes for the engine from which on a card takes large steps."""
 _HELPER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 _MAX_HELPERS = 12
-"""One and a half gigabytes of host memory for all; more would wait for the compiler's threads."""
+"""A helper takes about 0.3 GiB of host memory; more would wait for the compiler's threads."""
 
 
 def device_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile:

@@ -223,7 +223,7 @@ def test_engine_does_without_a_helper_that_is_gone(base, caplog, signal_number, 
     assert "a helper failed and is not used any more" in caplog.text
     assert told in caplog.text or "Broken pipe" in caplog.text
     assert not is_alive(pid)
-    assert time.monotonic() - started < 60, "of which two compiles are a few seconds"
+    assert time.monotonic() - started < 60, "two compiles are a few seconds of it"
 
 
 def test_engine_does_without_helpers_that_cannot_be_started(base, caplog, monkeypatch):

@@ -102,7 +102,8 @@ def _gpu_profile(device: sharding.Device, config: EngineConfig) -> DeviceProfile
             kernels="mosaic" if getattr(device, "compute_capability", "") == "9.0" else "plain",
         ),
         compiler_options=options,
-        probe_options=options | {"xla_gpu_autotune_level": 0},
+        # What it computes is never run: compiled for an H200, the temporaries are the same.
+        probe_options=options | {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0},
         memory_bytes=memory_bytes,
         pool_bytes=None,
         small_blocks=(2**13, 2**16, 2**20),

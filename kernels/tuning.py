@@ -102,13 +102,20 @@ class Entry:
 
 
 class Table:
-    """The choices of one device."""
+    """The choices of one device. Tables of equal choices are equal: calls are traced alike."""
 
     def __init__(self, device: str, entries: tuple[Entry, ...] = (), file: str = "") -> None:
         self.device = device
         self.entries = entries
         self._file = file or device
         self._choices = {_key(one.op, one.shape): one.choice for one in entries}
+        self._hash = hash(frozenset(self._choices.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self._choices == other._choices
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def choice(
         self, op: str, shape: Shape, candidates: Callable[[Shape], tuple[Choice, ...]]
@@ -262,8 +269,7 @@ class Tuning:
     def using(self, table: Table) -> Iterator[None]:
         """Another table for what is traced inside, in every thread.
 
-        For a benchmark, and to lower for a device that is not there. What a jit has traced before,
-        a model's layers among it, keeps what it was traced with: one table serves one process.
+        For a benchmark, and to lower for a device that is not there.
         """
         before, self._given = self._given, table
         try:

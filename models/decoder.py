@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.qkv.reference import turned
+from kernels.tuning import TUNING, Table
 from models import attention, layers, mla, mlp, moe
 from models.batch import Batch
 from models.cache import Cache, CacheGroup, CacheSpec, LatentGroup
@@ -104,7 +105,8 @@ def _layer(
     one kernel for both. A tap sees sums, so there nothing is left to add.
     """
     if tap is None:
-        return _traced_layer(config, is_moe, weights, hidden, update, pool, turn, batch)
+        table = TUNING.in_force()
+        return _traced_layer(table, config, is_moe, weights, hidden, update, pool, turn, batch)
     return _layer_body(config, is_moe, weights, hidden, update, pool, turn, batch, tap)
 
 
@@ -148,7 +150,11 @@ def _stream(
     return Stream(hidden, update, vectors, scale_at, config.rms_norm_eps, kernels)
 
 
-_traced_layer = jax.jit(_layer_body, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_layer(table: Table, config: DecoderConfig, is_moe: bool, *arrays: Any) -> Any:
+    """Kernels inside look their choices up in the table in force: it tells traces apart."""
+    del table
+    return _layer_body(config, is_moe, *arrays)
 
 
 def _attention(

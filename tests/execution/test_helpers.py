@@ -176,9 +176,11 @@ def test_step_for_a_gpu_is_lowered_as_it_would_be_there(base, pool):
     )
     key, _ = greedy_keys(base)
     recipe = shapes.step(key)
+    by_formula = shapes.step(key).trace().lower(lowering_platforms=("cuda",)).as_text()
     with TUNING.using(Table("a GPU", (entry,))):
         job = json.loads(helper.job_of(shapes, key)) | {"platform": "cuda"}
         here = recipe.trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels(here) != kernels(by_formula)  # though the layer was traced before
     (future,) = pool.ask([json.dumps(job)])
     made = recipe.imported(future.result().export).trace().lower(lowering_platforms=("cuda",))
     there = made.as_text()
